@@ -22,6 +22,7 @@ from inference_svc.kv.model_hooks.joined_steps import join_steps
 from inference_svc.kv.model_hooks.plain_norms import take_plain_norms
 from inference_svc.kv.model_hooks.quick_swiglu import take_quick_swiglu
 from inference_svc.kv.model_hooks.row_exact import make_row_exact
+from inference_svc.kv.model_hooks.whole_layers import claim, may_have_whole_layers
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.wedlm import MaskWindow, keep_transformers_quiet, layers_config
 from inference_svc.model.weights.placing import Placement, Tensors, let_go, place_weights
@@ -151,7 +152,8 @@ def _take_own_operations(model: Module, kernels: KernelChoice) -> None:
     elif kernels.takes_few_rows():
         take_few_rows(model)
         if kernels.joins_steps():
-            join_steps(model)
+            has_whole_layers = may_have_whole_layers(model) and kernels.takes_layers() and claim(model)
+            join_steps(model, whole=has_whole_layers)
 
 
 @contextmanager

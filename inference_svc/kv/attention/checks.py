@@ -13,6 +13,7 @@ from inference_svc.kv.attention.in_place import append_rows, gathered_values, st
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.reference import reference_attention
 from inference_svc.kv.codec import SCALE_TYPES, Codec, EncodedRows, ExactCodec, QuantizedCodec, RotatedCodec
+from inference_svc.kv.model_hooks import whole_layer_check
 from inference_svc.kv.model_hooks.few_rows import few_rows
 from inference_svc.kv.page import PAGE_TOKENS, PageFormat, RowFormat
 from inference_svc.kv.pages.page_rows import UNIT, pages_of_rows
@@ -80,6 +81,11 @@ def why_wrong_joined() -> str:
                 yield "gated products differ from the reference"
 
     return _first(differences)
+
+
+def why_wrong_layers() -> str:
+    """As `why_wrong_products`, of whole layers."""
+    return _first(whole_layer_check.differences)
 
 
 def _few_integers() -> tuple[mx.array, list[tuple[mx.array, ...]], mx.array]:

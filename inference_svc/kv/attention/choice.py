@@ -15,6 +15,7 @@ from inference_svc.kv.attention import tiles
 from inference_svc.kv.attention.checks import (
     why_wrong,
     why_wrong_joined,
+    why_wrong_layers,
     why_wrong_products,
     why_wrong_tiles,
     why_wrong_windows,
@@ -108,6 +109,12 @@ class KernelChoice:
     def joins_steps(self) -> bool:
         """Whether that kernel also does the steps between a model's products."""
         return self._has_few_rows and not self._recorded("joined products", why_wrong_joined, _FEW_ROWS)
+
+    def takes_layers(self) -> bool:
+        """Whether one kernel computes a block of a model whole, for few rows and packed weights: called where
+        `joins_steps` was true.
+        """
+        return not self._recorded("whole layers", why_wrong_layers, _FEW_ROWS)
 
     def chosen(self, identity: identity_pb2.KvIdentity, dtype: mx.Dtype, *, reads_pages: bool) -> Chosen:
         """The implementations for the model with this identity, which computes in a type."""

@@ -28,6 +28,7 @@ from inference_svc.kv.attention.kernels import (
     warpgroups_source,
     window_source,
 )
+from inference_svc.kv.attention.nvrtc import CompileError
 from inference_svc.kv.attention.reference import rotated
 from inference_svc.kv.page import PAGE_TOKENS, PageFormat
 
@@ -60,6 +61,13 @@ def cuda_compiler(source: KernelSource, shared_bytes: int) -> Kernel:
     if (target := device_target()) is None:
         return by_mlx
     return KeptKernel(source, shared_bytes, target, otherwise=by_mlx)
+
+
+def lone_cuda_compiler(source: KernelSource, shared_bytes: int) -> Kernel:
+    """As `cuda_compiler`, of blocks that have a multiprocessor each. Raises CompileError where code is MLX's alone."""
+    if (target := device_target()) is None:
+        raise CompileError("this device takes no finished code")
+    return KeptKernel(source, shared_bytes, target, is_alone=True)
 
 
 def mlx_cuda_compiler(source: KernelSource, shared_bytes: int) -> Kernel:

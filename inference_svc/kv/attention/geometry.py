@@ -49,6 +49,7 @@ class SplitGeometry:
     by_tiles: bool = False
     by_warpgroups: bool = False
     dialect: Dialect = Dialect.CUDA
+    most_tile: int = 64
 
     @property
     def tile(self) -> int:
@@ -59,7 +60,8 @@ class SplitGeometry:
             return 32 if self._tiles_bytes(32) <= _METAL_TILE_BYTES else 16
         if self.by_tiles:
             return 64 if _is_narrow(self.format) else 32
-        return 64 if 64 * self._token_bytes <= _MAX_TILE_BYTES and self.split // self.warps >= 64 else 32
+        is_long = self.most_tile == 64 and self.split // self.warps >= 64
+        return 64 if is_long and 64 * self._token_bytes <= _MAX_TILE_BYTES else 32
 
     @property
     def _token_bytes(self) -> int:

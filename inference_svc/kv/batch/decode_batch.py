@@ -56,7 +56,7 @@ class DecodeBatch:
             index: BatchStateKV() for index in range(len(pool.identity.layers)) if index not in pool.formats
         }
         has_kernels = pool.dialect is not None
-        self._fused = {index: FusedLayer(pool, index) for index in pool.formats if has_kernels}
+        self._fused = {index: FusedLayer(pool, index, is_alone=not pass_rows) for index in pool.formats if has_kernels}
         self._decoded = {index: DecodedLayer(pool, index) for index in pool.formats if not has_kernels}
         # Whether MLX may keep the step's graph: kernels write the pages, so no array goes on from step to step.
         self.keeps_graph = has_kernels and not self._states

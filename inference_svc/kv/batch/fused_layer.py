@@ -1,11 +1,24 @@
 """One layer of a batch whose attention reads pages where they lie: rows of a step, a short pass or a packed pass."""
 
+from dataclasses import dataclass
+
 import mlx.core as mx
 
 from inference_svc.kv.attention.in_place import append_rows
 from inference_svc.kv.attention.paged import paged_attention
 from inference_svc.kv.batch.decode_step import PassArrays
+from inference_svc.kv.page import PageFormat
 from inference_svc.kv.pages.pool import KvPool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPages:
+    """Pages of one layer, of this format, the sequences' table, and places [slots] of new tokens, -1 for none."""
+
+    pages: mx.array
+    format: PageFormat
+    block_table: mx.array
+    places: mx.array
 
 
 class FusedLayer:
@@ -13,8 +26,10 @@ class FusedLayer:
 
     attends = True
 
-    def __init__(self, pool: KvPool, layer: int) -> None:
+    def __init__(self, pool: KvPool, layer: int, *, is_alone: bool = False) -> None:
+        """`is_alone`: no other pass is in a graph beside the layer's."""
         self._pool = pool
+        self._is_alone = is_alone
         self._layer = layer
         self._format = pool.formats[layer]
         self._group = pool.group_number(layer)
@@ -25,6 +40,16 @@ class FusedLayer:
     def begin(self, arrays: PassArrays) -> None:
         """Take the arrays of the next pass; then the model computes."""
         self._pass = arrays
+
+    def step_pages(self) -> StepPages | None:
+        """For a kernel that computes a layer whole; None unless this is a step of one token each, without a window, and
+        no other pass is in its graph.
+        """
+        now = self._now
+        if not self._is_alone or self._window or now.places is not now.offsets:
+            return None
+        pages, table = now.pages[self._pool.slot_of(self._layer)], now.block_tables[self._group]
+        return StepPages(pages, self._format, table, now.places)
 
     # --- what the model calls ---
 

@@ -104,7 +104,7 @@ def _block_shape(rows: int, widths: Sequence[int], groups: int, warps: int, leas
     tiles, height, stages = _usual_shape(rows, groups, warps)
     if not groups and height > _NARROW[1] and _blocks(widths, height) <= _FEW_BLOCKS:
         tiles, height, stages = _NARROW
-    most = _most_shared_bytes()
+    most = most_shared_bytes()
     while height > least and (
         (groups and _blocks(widths, height) <= _FEW_BLOCKS)
         or _shared_bytes(tiles, height, stages, groups, warps) > most
@@ -120,12 +120,12 @@ def _usual_shape(rows: int, groups: int, warps: int) -> tuple[int, int, int]:
 
 def _warps(groups: int, outputs: int = 0) -> int:
     """The same for rows of any number: eight where the most rows leave them room."""
-    has_room = _shared_bytes(MAX_ROWS // 8, 1, _LEAST_STAGES, groups, _PACKED_WARPS) <= _most_shared_bytes()
+    has_room = _shared_bytes(MAX_ROWS // 8, 1, _LEAST_STAGES, groups, _PACKED_WARPS) <= most_shared_bytes()
     return _PACKED_WARPS if groups and outputs < _WIDE and has_room else _WARPS
 
 
 @cache
-def _most_shared_bytes() -> int:
+def most_shared_bytes() -> int:
     """Of a block on this device; where kernels are emulated, as on the GPUs that they were measured on."""
     if mx.default_device().type != mx.DeviceType.gpu:
         return _LARGE_BYTES
@@ -270,7 +270,7 @@ def _is_few(form: tuple[Any, ...], x: mx.array, height: int = 1) -> bool:
     groups = depth // group if group else 0  # a block has the scales of whole outputs
     warps = _warps(groups)  # of a wide matrix less
     tiles = _usual_shape(rows, groups, warps)[0]
-    return _shared_bytes(tiles, height, _LEAST_STAGES, groups, warps) <= _most_shared_bytes()
+    return _shared_bytes(tiles, height, _LEAST_STAGES, groups, warps) <= most_shared_bytes()
 
 
 def _by_mlx(module: Any, product: Any, x: mx.array) -> mx.array:

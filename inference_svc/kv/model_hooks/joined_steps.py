@@ -18,6 +18,7 @@ from mlx_lm.models import activations
 
 from inference_svc.kv.batch.fused_layer import FusedLayer
 from inference_svc.kv.model_hooks import attention_hook
+from inference_svc.kv.model_hooks.whole_layers import whole_layer_of
 
 _GATED = "self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))"
 _MLPS = (f"return {_GATED}", f"down_proj = {_GATED}\nreturn down_proj")
@@ -53,11 +54,16 @@ _ATTENTIONS = (
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
-def join_steps(model: Module) -> None:
-    """Let the blocks of a model whose products are `few_rows`' take less kernels. Their sums keep their bits."""
+def join_steps(model: Module, *, whole: bool = False) -> None:
+    """Let the blocks of a model whose products are `few_rows`' take less kernels. Their sums keep their bits.
+    `whole`: of few rows each block may be one kernel, whose sums have another order.
+    """
     modules: Any = model
+    shared: dict[Any, mx.array] = {}
     for module in modules.modules():
         kind: Any = type(module)
+        if whole and _is_llamas(module) and (layer := whole_layer_of(module, shared)) is not None:
+            module.whole = layer
         if is_swiglu(kind):
             module.__class__ = with_call(kind, _gated_call)
         elif _source(kind) in _BLOCKS:
@@ -92,7 +98,22 @@ def _attention_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None)
     return self.o_proj(cache.attend(queries, self.scale, mask, None, is_flat=True))  # type: ignore[no-any-return]
 
 
+def _is_llamas(block: Any) -> bool:
+    """Whether a block is such that `whole_layers` can know it: before its parts are changed."""
+    kind: Any = type(block)
+    if _source(kind) not in _BLOCKS:
+        return False
+    attention: Any = type(block.self_attn)
+    is_hooked = attention_hook.is_hooked(sys.modules[attention.__module__])
+    return is_hooked and _source(attention) == _ATTENTIONS[0] and is_swiglu(type(block.mlp))
+
+
 def _block_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+    whole = getattr(self, "whole", None)
+    if whole is not None and mask is None and isinstance(cache, FusedLayer) and x.shape[1:2] == (1,):
+        made: mx.array | None = whole.result(x, cache)
+        if made is not None:
+            return made
     attended = self.self_attn(self.input_layernorm(x), mask, cache)
     h = _sum(x, attended, _products(self.self_attn, "o_proj"))
     return _sum(h, self.mlp(self.post_attention_layernorm(h)), _products(self.mlp, "down_proj"))

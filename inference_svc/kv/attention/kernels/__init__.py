@@ -169,6 +169,30 @@ def few_rows_source(count: int, *, is_packed: bool, is_gated: bool = False, adds
     return _source(Dialect.CUDA, "few_rows", [CUDA_INSTRUCTIONS, "few_rows.h"], inputs, outputs, "", lists=lists)
 
 
+@cache
+def layer_source() -> KernelSource:
+    """A decoding layer with packed weights, whole, of CUDA alone; by `scratch` its steps give results to each other."""
+    before = "cuda.h", CUDA_INSTRUCTIONS, "few_rows.h", "rows.h", "quantize.h", "reduce.h"
+    parts = text("tile.h") + text("matrices.h")  # by four warps, which wait for themselves alone
+    header = "".join(map(text, before)) + f"#define kv_group_barrier kv_part_barrier\n{parts}#undef kv_group_barrier\n"
+    return _named("layer", header + text("layer.h"), _LAYER_INPUTS, ("out", "scratch"), ("pages", "counters"))
+
+
+_LAYER_INPUTS = (
+    *("x", "norm_in", "norm_after"),
+    *(f"{part}_{name}" for name in ("q", "k", "v", "o", "gate", "up", "down") for part in "wsb"),
+    *("frequencies", "pages", "block_table", "places", "settings", "counters"),
+)
+
+
+def _named(
+    name: str, header: str, inputs: tuple[str, ...], outputs: tuple[str, ...], written_inputs: tuple[str, ...]
+) -> KernelSource:
+    body = CUDA_SHARED + _CUDA_PROLOGUE + text(f"{name}_body.h")
+    digest = blake2b((header + body).encode(), digest_size=6).hexdigest()
+    return KernelSource(f"kv_{name}_{digest}", inputs, outputs, header, body, written_inputs)
+
+
 def _source(
     dialect: Dialect,
     name: str,

@@ -7,6 +7,10 @@ KV_FN void kv_copy16(void* to, const void* from, bool is_read) {
                "r"(is_read ? 16 : 0)
                : "memory");
 }
+// The same of 8 bytes, all of them read.
+KV_FN void kv_copy8(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(kv_shared_address(to)), "l"(from) : "memory");
+}
 KV_FN void kv_copies_begun() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
 KV_FN void kv_copies_done() {
@@ -83,4 +87,37 @@ KV_FN void kv_mma(float* c, const kv_u32* a, const kv_u32* b) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+KV_FN float kv_fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+KV_FN float kv_cosine(float x) { return cosf(x); }
+KV_FN float kv_sine(float x) { return sinf(x); }
+KV_FN float kv_inverse_root(float x) { return rsqrtf(x); }
+
+// For four warps of a block.
+KV_FN void kv_part_barrier() { asm volatile("bar.sync %0, 128;" ::"r"(1 + threadIdx.x / 128) : "memory"); }
+// Writes of this thread are there for copies that begin behind a barrier.
+KV_FN void kv_written() { __threadfence(); }
+// Whether this thread is the last of `count` that come to a word, which is as at the beginning then: writes of the others
+// before they came are there for the last.
+KV_FN bool kv_is_last(const kv_u32* word, int count) {
+  kv_u32 before;
+  asm volatile("atom.inc.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(count - 1) : "memory");
+  return before == kv_u32(count - 1);
+}
+// For all blocks of a launch, which must be there at once: their writes before it are there for all behind it. The first
+// block's part turns the word's highest bit when all others have come, so it needs no beginning.
+KV_FN void kv_grid_barrier(const kv_u32* word) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const kv_u32 part = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1;
+    kv_u32 before, now;
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(part) : "memory");
+    int left = 1 << 22;
+    do {
+      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
+      if (--left == 0) __trap();
+    } while (!((before ^ now) & 0x80000000u));
+  }
+  __syncthreads();
 }

@@ -1,7 +1,7 @@
 // The splits of a query, of so many tokens each, become its result, in the order of the tokens, whatever else is in the
-// batch.
+// batch. `IS_PAIRED`: in the order of layer.h.
 
-template <typename Out, int DIM, int WARPS>
+template <typename Out, int DIM, int WARPS, bool IS_PAIRED = false>
 KV_FN void kv_reduce(KV_GLOBAL const float* partial, int tokens, int first_split, KvSeen seen, float sink,
                      KV_GLOBAL Out* out, int warp, int lane, KV_SHARED float* shared) {
   constexpr int EACH = (DIM + 31) / 32, STRIDE = DIM + 4;
@@ -31,6 +31,6 @@ KV_FN void kv_reduce(KV_GLOBAL const float* partial, int tokens, int first_split
   for (int dim = warp * 32 + lane; dim < DIM; dim += WARPS * 32) {
     float sum = 0;
     for (int w = 0; w < WARPS; ++w) sum += shared[w * STRIDE + dim];
-    out[dim] = Out(total > 0 ? sum / total : 0.0f);
+    out[IS_PAIRED ? (dim & ~7) | (dim & 3) << 1 | (dim >> 2 & 1) : dim] = Out(total > 0 ? sum / total : 0.0f);
   }
 }

@@ -90,7 +90,7 @@ def test_a_device_of_less_shared_memory_takes_smaller_blocks_and_a_row_has_the_s
     x, w = (mx.random.normal((rows, 2048)).astype(mx.bfloat16) for rows in (MAX_ROWS, 40))
     matrix, taken = mx.quantize(w, group, 4) if group else (w,), list[int]()
     (large,) = few_rows(x, [matrix])
-    monkeypatch.setattr(module, "_most_shared_bytes", lambda: most)
+    monkeypatch.setattr(module, "most_shared_bytes", lambda: most)
     monkeypatch.setattr(module, "compiled", lambda *source: taken.append(source[2]) or compiled(*source))
     (found,) = few_rows(x, [matrix])
     assert taken[0] <= most
@@ -118,7 +118,7 @@ def test_a_matrix_whose_scales_leave_a_block_no_room_is_mlxs_own(
     take_few_rows(layer)
     x = mx.zeros((rows, 28_672), mx.bfloat16)
     assert layer.together.takes(x)
-    monkeypatch.setattr(module, "_most_shared_bytes", lambda: most)
+    monkeypatch.setattr(module, "most_shared_bytes", lambda: most)
     assert layer.together.takes(x) == is_taken
 
 

@@ -1,0 +1,281 @@
+"""A decoding step's layers as one launch each, of up to 16 rows and weights of 4 bits, on a CUDA device.
+
+Launches cost the processor, and a GPU waits between them. Here each multiprocessor has one block, which goes through
+the steps of a layer, brings weights of the next step while it waits for the others, and waits for them five times.
+"""
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+from weakref import ref
+
+import mlx.core as mx
+from kvasir.cachestore.v1 import identity_pb2
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.normalization import RMSNorm
+from mlx.nn.layers.positional_encoding import RoPE
+from mlx.nn.layers.quantized import QuantizedLinear
+from mlx_lm.models.rope_utils import Llama3RoPE
+
+from inference_svc.kv.attention.fused import COMPILERS, Compiler, compiled, cuda_compiler, lone_cuda_compiler
+from inference_svc.kv.attention.geometry import LANES, PARTIAL_EXTRA, WARPS, SplitGeometry, format_template
+from inference_svc.kv.attention.kernels import Dialect, layer_source
+from inference_svc.kv.batch.fused_layer import FusedLayer, StepPages
+from inference_svc.kv.model_hooks.few_rows import most_shared_bytes
+from inference_svc.kv.page import PageFormat
+
+MAX_ROWS = 8  # with 16 it is slower than kernels one by one
+_FEW_ROWS = 8  # of one column of fragments
+_SLICE, _SUM_STRIDE, _X_PADDING = 528, 36, 32  # as in layer.h and layer_body.h
+_EACH = 64  # inputs of a warp in a stage
+_WARPS = (16, 8)
+_SHARED_BYTES, _ATTENTION_BYTES = 224 << 10, 96 << 10
+_LEAST_STAGES, _MOST_STAGES = 4, 24
+_GROUPS = (32, 64, 128)
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_OPENED = ("gate_proj", "up_proj", "down_proj")
+_MOST_HEADS = 64  # of K and V
+_MULTIPROCESSORS = 16  # the driver's name for their number
+Matrix = tuple[mx.array, mx.array, mx.array]
+# Blocks of two launches at once could wait for each other's multiprocessors for ever: one model of a process has them.
+_owner: list[ref[Module]] = []
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """A layer's numbers. `matrices`: of q, k, v, o, gate, up and down, codes, scales and biases. `frequencies`: by pair
+    of dimensions the factor of a position. `settings`: the scale of scores, the norms' epsilons. `counters`: words that
+    blocks wait at.
+    """
+
+    norms: tuple[mx.array, mx.array]
+    matrices: tuple[Matrix, ...]
+    frequencies: mx.array
+    settings: mx.array
+    counters: mx.array
+    heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """The compile-time sizes of a layer; `group`: inputs that share a scale."""
+
+    hidden: int
+    inner: int
+    heads: int
+    group: int
+
+
+def whole_layer(
+    x: mx.array, weights: LayerWeights, step: StepPages, blocks: int, compiler: Compiler | None = None
+) -> mx.array:
+    """The layer's result for x [slots, 1, hidden] of new tokens; their rows of K and V are in pages then."""
+    slots, _, hidden = x.shape
+    matrices, page_format, heads = weights.matrices, step.format, weights.heads
+    sizes = LayerSizes(hidden, matrices[4][0].shape[0], heads, hidden // matrices[0][1].shape[1])
+    template, warps, shared_bytes = _program(sizes, slots > _FEW_ROWS, page_format)
+    made_by = compiler or COMPILERS[Dialect.CUDA]
+    made_by = lone_cuda_compiler if made_by is cuda_compiler else made_by
+    out, _ = compiled(made_by, layer_source(), shared_bytes)(
+        inputs=[
+            *(x, *weights.norms),
+            *(part for each in matrices for part in each),
+            *(weights.frequencies, step.pages, step.block_table, step.places, weights.settings, weights.counters),
+        ],
+        template=[("T", x.dtype), *template],
+        grid=(blocks * warps * LANES, 1, 1),
+        threadgroup=(warps * LANES, 1, 1),
+        output_shapes=[x.shape, (slots * _scratch(sizes, page_format, step.block_table.shape[1]),)],
+        output_dtypes=[x.dtype, mx.float32],
+    )
+    return out
+
+
+def _scratch(sizes: LayerSizes, page_format: PageFormat, splits: int) -> int:
+    """Words of a row that the layer's steps give to each other."""
+    heads, dim, kv_heads = sizes.heads, page_format.key.dim, page_format.key.kv_heads
+    return heads * splits * (dim + PARTIAL_EXTRA) + (2 * (heads + kv_heads) * dim + sizes.hidden + sizes.inner) // 2
+
+
+@lru_cache(maxsize=64)
+def _program(
+    sizes: LayerSizes, has_many: bool, page_format: PageFormat
+) -> tuple[list[tuple[str, int | bool | mx.Dtype]], int, int]:
+    """The kernel's compile-time values, its warps, and bytes of shared memory."""
+    shape = _block_shape(sizes, has_many, page_format)
+    assert shape is not None, "blocks have no room for it"
+    numbers = {
+        "HEADS": sizes.heads,
+        "HIDDEN": sizes.hidden,
+        "INNER": sizes.inner,
+        "W_GROUP": sizes.group,
+        "WARPS": shape.warps,
+        "TILES": 1 + has_many,
+        "STAGES": shape.stages,
+        "QUERIES": shape.split.queries,
+        "TILE": shape.split.tile,
+        "SPLIT_BYTES": shape.split.shared_bytes,
+        "PARTS": shape.parts,
+    }
+    return [*numbers.items(), *format_template(page_format).items()], shape.warps, shape.shared_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockShape:
+    """`stages` of weights are in shared memory at once; `parts` of four warps attend, by `split`."""
+
+    warps: int
+    stages: int
+    parts: int
+    split: SplitGeometry
+    shared_bytes: int
+
+
+def _block_shape(sizes: LayerSizes, has_many: bool, page_format: PageFormat) -> _BlockShape | None:
+    """Of the most warps with room for some stages, whose inputs, 64 for each, make up all depths; None: of none."""
+    depths, key = (sizes.hidden, sizes.inner, sizes.heads * page_format.key.dim), page_format.key
+    queries, rows = 8 if sizes.heads // key.kv_heads <= 8 else 16, 2 * _FEW_ROWS if has_many else _FEW_ROWS
+    for warps in _WARPS:
+        parts = warps // WARPS
+        split = SplitGeometry(page_format, queries, True, most_tile=64 if parts == 2 else 32)
+        while parts > 1 and parts * split.shared_bytes > _ATTENTION_BYTES:
+            parts //= 2
+        stage = 2 * (warps * _SLICE + 2 * 32 * (_EACH * warps // sizes.group))
+        others = 4 * (warps * rows * _SUM_STRIDE + 16 * rows + 16)
+        others += max(rows * (sizes.hidden + _X_PADDING) * 2, parts * split.shared_bytes)
+        stages = min(_MOST_STAGES, (_SHARED_BYTES - others) // stage)
+        if stages >= _LEAST_STAGES and not any(depth % (_EACH * warps) for depth in depths):
+            return _BlockShape(warps, stages, parts, split, stages * stage + others)
+    return None
+
+
+@lru_cache(maxsize=1024)
+def why_not(sizes: LayerSizes, slots: int, page_format: PageFormat, dtype: mx.Dtype) -> str:
+    """Why the kernel does not compute a layer of so many rows; empty if it does."""
+    key, value = page_format.key, page_format.value
+    is_bfloat = page_format.scale_type == identity_pb2.SCALE_TYPE_BFLOAT16
+    if slots > MAX_ROWS:
+        return "too many rows"
+    if dtype != (mx.bfloat16 if is_bfloat else mx.float16):
+        return "pages of another type"
+    if key.dim != value.dim or key.dim % 32 or key.is_rotated:
+        return "heads of a kind that it does not know"
+    if sizes.heads // key.kv_heads > 16 or key.kv_heads > _MOST_HEADS or sizes.group not in _GROUPS:
+        return "more heads, or groups of another size, than it knows"
+    return "" if _block_shape(sizes, slots > _FEW_ROWS, page_format) else "sizes that its blocks have no room for"
+
+
+class WholeLayer:
+    """A model's block, as the kernel takes it."""
+
+    def __init__(self, block: Any, frequencies: mx.array, counters: mx.array) -> None:
+        attention, mlp = block.self_attn, block.mlp
+        self._layers = _projections(block)
+        self._norms = block.input_layernorm, block.post_attention_layernorm
+        self._frequencies, self._counters = frequencies, counters
+        self._settings = _evaluated(mx.array([attention.scale, *(norm.eps for norm in self._norms)], mx.float32))
+        hidden, inner = (_depth(mlp[name]) for name in ("gate_proj", "down_proj"))
+        self.sizes = LayerSizes(hidden, inner, attention.n_heads, mlp.gate_proj.group_size)
+
+    def result(self, x: mx.array, cache: FusedLayer) -> mx.array | None:
+        """The block's result for x [slots, 1, hidden]; None where the kernel does not serve."""
+        step = cache.step_pages()
+        if step is None or x.dtype != self._norms[0].weight.dtype:
+            return None
+        if why_not(self.sizes, x.shape[0], step.format, x.dtype):
+            return None
+        weights = LayerWeights(
+            (self._norms[0].weight, self._norms[1].weight),
+            tuple((each.weight, each.scales, each.biases) for each in self._layers),
+            self._frequencies,
+            self._settings,
+            self._counters,
+            self.sizes.heads,
+        )
+        return whole_layer(x, weights, step, multiprocessors())
+
+
+def may_have_whole_layers(model: Module) -> bool:
+    """Whether weights of a model are such as the kernel takes, on a device whose blocks have room for it."""
+    modules: Any = model
+    is_packed = any(isinstance(each, QuantizedLinear) and each.bits == 4 for each in modules.modules())
+    return is_packed and most_shared_bytes() >= _SHARED_BYTES and multiprocessors() > 0
+
+
+def claim(model: Module) -> bool:
+    """Whether a model may have whole layers: no other one that is alive has them."""
+    if any(each() is not None for each in _owner):
+        return False
+    _owner[:] = [ref(model)]
+    return True
+
+
+def whole_layer_of(block: Any, shared: dict[Any, mx.array]) -> WholeLayer | None:
+    """Of a block of mlx-lm's Llama; None where its weights, norms or rotation are others. `shared`: arrays that
+    a model's blocks have together.
+    """
+    layers, rope = _projections(block), block.self_attn.rope
+    kinds = {(each.bits, each.group_size, each.mode, each.scales.dtype) for each in layers if _is_packed(each)}
+    if not all(map(_is_packed, layers)) or len(kinds) > 1 or (layers[0].bits, layers[0].mode) != (4, "affine"):
+        return None
+    norms = block.input_layernorm, block.post_attention_layernorm
+    if any(type(norm) is not RMSNorm or norm.weight.dtype != layers[0].scales.dtype for norm in norms):
+        return None
+    if (found := _frequencies(rope)) is None or rope.dims * block.self_attn.n_heads != layers[0].weight.shape[0]:
+        return None
+    frequencies = _kept(shared, repr(found.tolist()), lambda: found)
+    return WholeLayer(block, frequencies, _kept(shared, "counters", new_counters))
+
+
+def _projections(block: Any) -> list[Any]:
+    return [*(block.self_attn[name] for name in _PROJECTIONS), *(block.mlp[name] for name in _OPENED)]
+
+
+def _is_packed(layer: Any) -> bool:
+    return isinstance(layer, QuantizedLinear) and "biases" in layer and "bias" not in layer
+
+
+def _depth(layer: Any) -> int:
+    return int(layer.scales.shape[1] * layer.group_size)
+
+
+def _frequencies(rope: Any) -> mx.array | None:
+    """None for a rotation that the kernel does not do."""
+    if type(rope) is RoPE and not rope.traditional:
+        half = rope.dims // 2
+        return rope.scale * mx.power(mx.array(rope.base, mx.float32), -mx.arange(half, dtype=mx.float32) / half)
+    if type(rope) is Llama3RoPE and not rope.traditional:
+        return 1 / rope._freqs.astype(mx.float32)
+    return None
+
+
+def new_counters() -> mx.array:
+    """Words that blocks meet at: all of them, and those that attend to a row's head."""
+    return mx.zeros(1 + MAX_ROWS * _MOST_HEADS, mx.uint32)
+
+
+def _kept(shared: dict[Any, mx.array], key: Any, make: Callable[[], mx.array]) -> mx.array:
+    if key not in shared:
+        shared[key] = _evaluated(make())
+    return shared[key]
+
+
+def _evaluated(made: mx.array) -> mx.array:
+    mx.eval(made)
+    return made
+
+
+@cache
+def multiprocessors() -> int:
+    """Of the CUDA device that this thread uses; 0 where that is unknown."""
+    device, count = ctypes.c_int(), ctypes.c_int()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        if driver.cuInit(0) or driver.cuCtxGetDevice(ctypes.byref(device)):
+            return 0
+        failed = driver.cuDeviceGetAttribute(ctypes.byref(count), _MULTIPROCESSORS, device)
+    except (OSError, AttributeError):
+        return 0
+    return 0 if failed else count.value

@@ -1,0 +1,225 @@
+"""A layer as one kernel, emulated with blocks that wait for each other, beside the same layer's kernels one by one."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models import llama, qwen3
+
+from inference_svc.kv.attention.fused import COMPILERS
+from inference_svc.kv.attention.kernels import Dialect, layer_source
+from inference_svc.kv.batch.decode_batch import DecodeBatch
+from inference_svc.kv.batch.fused_layer import StepPages
+from inference_svc.kv.model_hooks import whole_layer_check, whole_layers
+from inference_svc.kv.model_hooks.joined_steps import join_steps
+from inference_svc.kv.model_hooks.whole_layers import MAX_ROWS, LayerSizes, claim, whole_layer, why_not
+from tests.emulation.emulator import cuda_emulator, early_cuda_emulator
+from tests.inference.kv.attention.emulators import needs_compiler
+from tests.inference.kv.attention.joined.test_cut_heads import batch_over_pages, normed
+from tests.inference.kv.attention.joined.test_joined_steps import QWEN3, small
+from tests.inference.kv.attention.scenes import BF16, FP16, Scene, page_format
+
+pytestmark = needs_compiler
+IS_CPU = mx.default_device().type == mx.DeviceType.cpu
+SIZES = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 128}
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    if IS_CPU:
+        monkeypatch.setitem(COMPILERS, Dialect.CUDA, cuda_emulator)
+        monkeypatch.setattr(whole_layers, "multiprocessors", lambda: 2)
+        monkeypatch.setattr(whole_layer_check, "multiprocessors", lambda: 3)
+
+
+def model_of(whole: bool, kind: Any = llama, **changed: Any) -> Any:
+    model = normed(small(kind, 4, **{**SIZES, **changed}))
+    join_steps(model, whole=whole)
+    return model
+
+
+def steps(
+    whole: bool, sequences: int, monkeypatch: pytest.MonkeyPatch, tried: bool = False
+) -> tuple[list[mx.array], list[mx.array], int]:
+    """Logits of some steps, the pages behind them, and how many layers were one kernel."""
+    launched: list[int] = []
+    plain = whole_layer
+    monkeypatch.setattr(whole_layers, "whole_layer", lambda *given: launched.append(1) or plain(*given))
+    batch = batch_over_pages(model_of(whole), sequences, monkeypatch)
+    logits = []
+    for number in range(2):
+        counts = [3, *[1] * (sequences - 1)] if tried else None
+        rows = sum(counts) if counts else sequences
+        logits.append(batch.step([(7 * number + 5 * row) % 90 for row in range(rows)], counts))
+        mx.eval(logits)
+    return logits, batch._pool.arrays, len(launched)
+
+
+def are_near(found: mx.array, right: mx.array, most: float) -> bool:
+    away = mx.linalg.norm(found.astype(mx.float32) - right.astype(mx.float32))
+    return bool((away <= most * mx.linalg.norm(right.astype(mx.float32))).item())
+
+
+@pytest.mark.long(9)
+@pytest.mark.parametrize(("sequences", "tried"), [(1, False), (3, False), (2, True)])
+def test_a_models_layers_are_one_kernel_each_and_its_logits_and_pages_stay_near(
+    sequences: int, tried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens that are tried ahead are several rows of one sequence: each sees those before it, of the same step."""
+    found, pages, launched = steps(True, sequences, monkeypatch, tried)
+    right, right_pages, none = steps(False, sequences, monkeypatch, tried)
+    assert (launched, none) == (4, 0)
+    assert all(are_near(*pair, 0.02) for pair in zip(found, right, strict=True))
+    other = sum(int((one != two).sum().item()) for one, two in zip(pages, right_pages, strict=True))
+    assert other < 100, "units of rows that were rounded otherwise"
+
+
+def layer(
+    lengths: list[int], dtype: mx.Dtype = mx.bfloat16, group: int = 64, policy: str = "q4", hidden: int = 512
+) -> Any:
+    """x, weights and pages of a layer."""
+    mx.random.seed(4)
+    scale_type = BF16 if dtype == mx.bfloat16 else FP16
+    scene = Scene(page_format(policy, 2, 64, 64, scale_type), lengths, 8, dtype=dtype)
+    table = mx.where(scene.block_table < 0, 0, scene.block_table)
+
+    def matrix(width: int, depth: int) -> Any:
+        return tuple(mx.quantize((mx.random.normal((width, depth)) / depth**0.5).astype(dtype), group, 4))
+
+    sizes = [(512, hidden), (128, hidden), (128, hidden), (hidden, 512), (1024, hidden), (1024, hidden), (hidden, 1024)]
+    weights = whole_layers.LayerWeights(
+        (mx.random.uniform(0.5, 1.5, (hidden,)).astype(dtype), mx.random.uniform(0.5, 1.5, (hidden,)).astype(dtype)),
+        tuple(matrix(*size) for size in sizes),
+        1 / (1 + mx.arange(32, dtype=mx.float32)),
+        mx.array([scene.scale, 1e-5, 1e-6], mx.float32),
+        whole_layers.new_counters(),
+        8,
+    )
+    places = mx.array([length - 1 for length in lengths], mx.int32)
+    x = mx.random.normal((len(lengths), 1, hidden)).astype(dtype)
+    return x, weights, StepPages(scene.pages, scene.format, table, places)
+
+
+def by_steps(x: mx.array, weights: Any, step: StepPages, group: int, monkeypatch: pytest.MonkeyPatch) -> mx.array:
+    """The layer as the check computes it, for any sizes."""
+    for name, value in (
+        ("_FORMAT", step.format),
+        ("_ROWS", step.format.key),
+        ("_GROUP", group),
+        ("_EPSILON", 1e-5),
+    ):
+        monkeypatch.setattr(whole_layer_check, name, value)
+    return whole_layer_check._layer_by_steps(x, weights, step)
+
+
+@pytest.mark.long(9)
+@pytest.mark.parametrize(
+    ("lengths", "group", "policy", "hidden"),
+    [
+        ((5, 300, 257), 64, "q4", 512),
+        ((1,), 32, "q8", 512),
+        (range(1, 10), 128, "exact", 512),
+        ((9, 600), 64, "k8v4", 1024),
+    ],
+)
+def test_a_layer_is_near_the_steps_alone_for_each_size_of_groups_and_format_of_pages(
+    lengths: Any, group: int, policy: str, hidden: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weights, step = layer(list(lengths), group=group, policy=policy, hidden=hidden)
+    pages = mx.array(step.pages)
+    mx.eval(pages)
+    right = by_steps(x, weights, step, group, monkeypatch)
+    mx.eval(right)
+    for compiler in (cuda_emulator, early_cuda_emulator) if IS_CPU else (None,):
+        copied = mx.array(pages)
+        mx.eval(copied)
+        found = whole_layer(x, weights, replace(step, pages=copied), whole_layers.multiprocessors(), compiler)
+        assert are_near(found, right, 6e-3)
+        assert mx.mean(copied != step.pages).item() < 1e-3
+
+
+@pytest.mark.long(9)
+def test_a_row_has_the_same_bits_beside_any_others_and_in_blocks_of_any_number() -> None:
+    lengths = [1 + 37 * row for row in range(11)]
+    x, weights, step = layer(lengths, mx.float16)
+    mx.eval(step.pages)
+    all_rows = whole_layer(x, weights, step, whole_layers.multiprocessors())
+    mx.eval(all_rows)
+    for rows, blocks in ((1, 3), (8, 1)):
+        part = replace(step, block_table=step.block_table[-rows:], places=step.places[-rows:])
+        found = whole_layer(x[-rows:], weights, part, blocks if IS_CPU else whole_layers.multiprocessors())
+        assert mx.array_equal(found, all_rows[-rows:])
+
+
+def refused(change: Callable[[Any], Any], **changed: Any) -> bool:
+    """Whether no block of a changed model is computed whole."""
+    model = small(changed.pop("kind", llama), 4, **{**SIZES, **changed})
+    change(model)
+    join_steps(model, whole=True)
+    return not any(hasattr(each, "whole") for each in model.layers)
+
+
+def test_blocks_of_another_kind_are_not_taken() -> None:
+    assert not refused(lambda _: None)
+    assert refused(lambda _: None, kind=qwen3, **QWEN3), "norms of heads"
+    assert refused(lambda _: None, attention_bias=True)
+    assert refused(lambda _: None, rope_traditional=True)
+
+    def eight_bits(model: Any) -> None:
+        for each in model.layers:
+            each.mlp.down_proj.bits = 8
+
+    assert refused(eight_bits)
+
+
+def test_rows_sizes_and_pages_that_do_not_fit_are_refused() -> None:
+    sizes, pages = LayerSizes(4096, 14336, 32, 64), page_format("q4", 8, 128)
+    assert not any(why_not(sizes, slots, pages, mx.bfloat16) for slots in (1, MAX_ROWS))
+    assert why_not(sizes, MAX_ROWS + 1, pages, mx.bfloat16) == "too many rows"
+    assert why_not(sizes, 1, pages, mx.float16) == "pages of another type"
+    assert why_not(sizes, 1, page_format("q4-rotated", 8, 128), mx.bfloat16)
+    assert why_not(replace(sizes, group=16), 1, pages, mx.bfloat16)
+    assert why_not(replace(sizes, hidden=4096 + 64), 1, pages, mx.bfloat16)
+    assert why_not(replace(sizes, hidden=16_384), 8, pages, mx.bfloat16)
+
+
+@pytest.mark.long(9)
+def test_passes_that_share_a_graph_and_windows_are_not_computed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pages_of(**how: Any) -> list[Any]:
+        batch = batch_over_pages(model_of(True), 1, monkeypatch)
+        other = DecodeBatch(batch._pool, batch._forward, 0, **how)
+        other.join(batch.sequences[0])
+        mx.eval(other.step([3]))
+        return [each.step_pages() for each in other._fused.values()]
+
+    assert all(each is not None for each in pages_of())
+    assert not any(pages_of(pass_rows=2))
+
+
+def test_one_model_alone_has_whole_layers() -> None:
+    first, second = small(llama, 4), small(llama, 4)
+    assert claim(first)
+    assert not claim(second)
+    del first
+    assert claim(second)
+
+
+@pytest.mark.long(9)
+@pytest.mark.skipif(not IS_CPU, reason="one barrier less may show nothing on a GPU")
+@pytest.mark.parametrize(
+    ("what", "by"),
+    [
+        ("kv_grid_barrier(counters);", ""),
+        ("float(places[row]) * frequencies[dim]", "float(places[row] + 1) * frequencies[dim]"),
+        ("norm(h, norm_after", "norm(h, norm_in"),
+    ],
+)
+def test_a_kernel_that_is_wrong_does_not_serve(what: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = layer_source()
+    assert what in source.source
+    wrong = replace(source, name=f"{source.name}w", source=source.source.replace(what, by, 1))
+    monkeypatch.setattr(whole_layers, "layer_source", lambda: wrong)
+    monkeypatch.setattr(whole_layer_check, "_SLOTS", (3,))
+    assert next(whole_layer_check.differences(), "")
