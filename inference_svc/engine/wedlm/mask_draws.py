@@ -1,5 +1,6 @@
 """The draws at the masks of one pass, and how sure the model is of each. One wait for all of them."""
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -41,7 +42,10 @@ def without_mask(logits: mx.array, mask_token_id: int) -> mx.array:
 
 
 def _entropies(logits: mx.array) -> mx.array:
-    """Of the distributions [rows] that logits [rows, vocabulary] mean, in nats."""
-    scores = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    chances = mx.exp(scores)
-    return -mx.where(chances > 0, chances * scores, 0).sum(axis=-1)
+    """Of the distributions [rows] that logits [rows, vocabulary] mean, in nats. By powers of 2: on a CPU, MLX takes
+    three times as long for those of e.
+    """
+    bits = (logits - logits.max(axis=-1, keepdims=True)) * math.log2(math.e)
+    weights = mx.power(2.0, bits)
+    total = weights.sum(axis=-1)
+    return (mx.log2(total) - mx.where(weights > 0, weights * bits, 0).sum(axis=-1) / total) * math.log(2)

@@ -5,9 +5,11 @@ import json
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from kvasir.errors import FailedPrecondition
 
+from inference_svc.engine.wedlm.mask_draws import _entropies
 from inference_svc.kv.policy import Rung, policy_of
 from inference_svc.model.wedlm import MaskWindow
 from tests.inference.engine.driving import tokens_of
@@ -110,3 +112,16 @@ def test_only_a_wedlm_model_has_a_window_of_masks_with_the_usual_defaults() -> N
     assert MaskWindow.of_config({**WEDLM, "model_type": "qwen3"}) is None
     names = ("model_type", "mask_token_id", "qk_norm", "vocab_size")
     assert MaskWindow.of_config({name: WEDLM[name] for name in names}) == MaskWindow(MASK, 16, 0.3, 0.01)
+
+
+def test_how_sure_the_model_is_of_a_mask_is_the_entropy_in_nats() -> None:
+    """Also of logits that are large, equal, or leave one token alone."""
+    logits = np.random.default_rng(1).normal(0, 4, (6, 300))
+    logits[1] += 1000
+    logits[2], logits[3] = 5, np.where(np.arange(300) == 7, -200, -np.inf)
+    logits[4, ::2] = -np.inf
+    chances = np.exp(logits - logits.max(axis=1, keepdims=True))
+    chances /= chances.sum(axis=1, keepdims=True)
+    expected = -(chances * np.log(np.where(chances > 0, chances, 1))).sum(axis=1)
+    np.testing.assert_allclose(np.array(_entropies(mx.array(logits, dtype=mx.float32))), expected, rtol=1e-4, atol=1e-6)
+    assert expected[2] == pytest.approx(np.log(300))
