@@ -385,6 +385,21 @@ def test_an_agents_newest_version_goes_after_those_of_its_other_lines(lab: Lab, 
         assert [each.version for each in store.agents.get(NS, "ada").lines] == ([2, 1] if is_used else [2])
 
 
+def test_an_agents_newest_version_goes_last_where_its_line_was_begun_first(lab: Lab) -> None:
+    """Both count as used when the other line was."""
+    with opened(lab, quota_bytes=80_000, evict_heads=True) as store:
+        first = SyntheticAgent(TINY, 2)
+        publish(store, "ada", first.turn(10), 0)
+        publish(store, "ada", SyntheticAgent(SMALL, 1).turn(400), 1)
+        publish(store, "ada", first.turn(10), 2)
+        lab.clock.pass_s(REST_S)
+        store.snapshots.get(NS, "ada", kv_identity_hash=KV)
+        lab.clock.pass_s(REST_S)
+        store.care.collect_garbage()
+        upload(store, SyntheticAgent(SMALL, 9).turn(400))
+        assert [each.version for each in store.agents.get(NS, "ada").lines] == [3]
+
+
 def test_what_was_promised_does_not_go_by_eviction_either(lab: Lab) -> None:
     with opened(lab, quota_bytes=40_000) as store:
         agent = SyntheticAgent(SMALL, 1)
