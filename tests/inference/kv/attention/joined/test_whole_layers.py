@@ -212,7 +212,7 @@ def test_one_model_alone_has_whole_layers() -> None:
     ("what", "by"),
     [
         ("kv_grid_barrier(counters);", ""),
-        ("float(places[row]) * frequencies[dim]", "float(places[row] + 1) * frequencies[dim]"),
+        ("float(own_places[row])", "float(own_places[row] + 1)"),
         ("norm(h, norm_after", "norm(h, norm_in"),
     ],
 )
