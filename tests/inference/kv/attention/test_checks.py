@@ -200,3 +200,10 @@ def test_a_choice_of_the_reference_takes_no_kernel(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(choice, "device_dialect", lambda: Dialect.CUDA)
     assert KernelChoice("reference").dialect_of({FORMATS["q4"]}, mx.float32) is None
     assert not KernelChoice("reference").takes_few_rows()
+
+
+def test_whole_layers_need_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "device_dialect", lambda: Dialect.CUDA)
+    monkeypatch.setattr(choice, "why_wrong_layers", lambda: "")
+    assert KernelChoice("layers").takes_layers()
+    assert not KernelChoice().takes_layers()
