@@ -1,10 +1,12 @@
 """The training script, end to end on a CPU, and the network it trains beside mlx-lm's own."""
 
+import itertools
 import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -63,11 +65,17 @@ def test_ten_steps_on_a_cpu_lower_the_loss_and_leave_a_model_that_loads(
 
 
 @pytest.mark.long(4)
-def test_the_clock_sets_the_course_and_ends_the_run(small: train.Plan, sizes: train.Sizes, tmp_path: Path) -> None:
-    train.train(replace(small, steps=10**6, time_limit_s=1e-9), tmp_path, processes=0, sizes=sizes)
+def test_the_clock_sets_the_course_and_ends_the_run(
+    small: train.Plan, sizes: train.Sizes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = itertools.count()  # one for each look at the clock: two in a step
+    monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    train.train(replace(small, steps=10**6, warm_up=1, time_limit_s=10.0), tmp_path, processes=0, sizes=sizes)
     told = json.loads((tmp_path / "log.json").read_text())
-    assert [entry["step"] for entry in told["log"]] == [0]
-    assert told["log"][0]["rate"] <= small.learning_rate * small.final_rate
+    assert [entry["step"] for entry in told["log"]] == [0, 5]  # the first, which is compiled, took no time
+    assert [entry["seconds"] for entry in told["log"]] == [1.0, 11.0]
+    assert told["log"][0]["rate"] == pytest.approx(small.learning_rate)
+    assert told["log"][-1]["rate"] <= 2 * small.learning_rate * small.final_rate
 
 
 @pytest.mark.long(3)

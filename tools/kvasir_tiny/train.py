@@ -176,15 +176,17 @@ def steps(
     until: int | None = None,
 ) -> Iterator[tuple[Array, bool]]:
     """Go on by a loss until the plan's end, or for `until` steps in all. After each step its numbers for the log, and
-    whether it was the last. The time of training begins when the first rows are there."""
+    whether it was the last. The time of training begins behind the first step, which is compiled."""
     step_once = jax.jit(partial(update, plan=plan, of=of), donate_argnums=0)
     began = math.inf
     for group in groups:
-        began = min(began, time.monotonic() - run.spent_s)
-        spent_s = time.monotonic() - began  # what waits for its rows counts
+        spent_s = max(run.spent_s, time.monotonic() - began)  # what waits for its rows counts
         course = course_of(plan, run.step, spent_s)
         rounding = float(course >= plan.rounded_from and run.step % 3 == 2)
         run.state, numbers = step_once(run.state, group, *map(jnp.float32, (run.step, course, rounding)))
+        if began == math.inf:  # the first step was compiled, which takes minutes where processors are few
+            numbers.block_until_ready()
+            began = time.monotonic() - run.spent_s
         run.tokens += sum(map(size_of, group))
         run.step, run.spent_s = run.step + 1, time.monotonic() - began
         is_last = run.step in (plan.steps, until) or run.spent_s > plan.time_limit_s
