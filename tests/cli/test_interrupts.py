@@ -2,6 +2,7 @@
 
 import os
 import pty
+import select
 import subprocess
 import sys
 
@@ -16,6 +17,7 @@ def interrupt():
     time.sleep(0.5)
     signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts the tests in the background ignores it
 threading.Thread(target=interrupt).start()
 for _ in texts(lambda: "asked> ", print):
     pass
@@ -31,8 +33,9 @@ def test_a_signal_that_comes_just_before_the_wait_for_keys_is_answered_without_a
         os.close(theirs)
         try:
             screen = ""
-            while "leaves." not in screen:
+            while "leaves." not in screen and select.select([ours], [], [], 20)[0]:
                 screen += os.read(ours, 4096).decode()
+            assert "leaves." in screen
             os.write(ours, b"\x04")
             assert process.wait(20) == 0
         finally:
