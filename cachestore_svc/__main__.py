@@ -31,7 +31,6 @@ from kvasir.server.shared_room import SharedRoom
 from kvasir.syncing import synced_write_s
 from kvasir.waits import SWITCH_S, uptime_s
 
-from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.commands import beside, care, pairing, seal_keys
 from cachestore_svc.commands.command_line import CANNOT_RUN, NO_STORE, OK, parser
 from cachestore_svc.config import ConfigError, StoreSettings, read_settings
@@ -63,6 +62,7 @@ from cachestore_svc.moving.transfer import Transfers
 from cachestore_svc.pairing.peers_file import read_peers
 from cachestore_svc.recovery import recovering
 from cachestore_svc.recovery.key_care import KeyCare
+from cachestore_svc.recovery.means import Means
 from cachestore_svc.recovery.on_server import check_not_in_bucket, check_on_file
 from cachestore_svc.recovery.opening import copy_index, holds_store
 from cachestore_svc.sealing.sealed_list import add_to_list
@@ -75,6 +75,7 @@ from cachestore_svc.upkeep.expiring import ClockReading
 
 _PROTOCOL = "kvasir.cachestore.v1"
 _LOG = structlog.get_logger("cachestore")
+_MEANS = Means(time.time, secrets.token_hex)
 _SLOW_SYNC = 0.05
 # While one of these runs a Mac stays awake.
 _KEEP_AWAKE = (
@@ -101,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run(serve(settings))
             return OK
         if command == "keys":
-            key_care = KeyCare(settings.store_config(), time.time, secrets.token_bytes, Disk())
+            key_care = KeyCare(settings.store_config(), _MEANS)
             seal_keys.run_keys(settings, key_care, asked_of_keys, secrets.token_bytes)
             return OK
         return _look_after(settings, command, words, as_json)
@@ -127,7 +128,7 @@ def _look_after(settings: StoreSettings, command: str, words: Mapping[str, Any],
         masters = seal_keys.masters_of(settings)
 
         def open_copy(config: StoreConfig) -> Store:
-            return Store.open(config, time.time, secrets.token_hex, sweeps=False, masters=masters)
+            return Store.open(config, _MEANS, sweeps=False, masters=masters)
 
         return care.show_check(beside.check_beside(settings.store_config(), open_copy), as_json)
     # A check must find what there is, not what a start makes of it.
@@ -141,7 +142,7 @@ def _look_after(settings: StoreSettings, command: str, words: Mapping[str, Any],
 def open_store(settings: StoreSettings, *, sweeps: bool = True) -> Store:
     """What the settings name. Sealed namespaces that the owner's list lacks are added to it, as after a crash."""
     masters = seal_keys.masters_of(settings)
-    store = Store.open(settings.store_config(), time.time, secrets.token_hex, sweeps=sweeps, masters=masters)
+    store = Store.open(settings.store_config(), _MEANS, sweeps=sweeps, masters=masters)
     try:
         if sweeps:
             add_to_list(settings.sealed_file, store.sealed_namespaces)
@@ -304,15 +305,8 @@ async def collect_regularly(store: Store, threads: StoreThreads, interval_s: flo
 
 
 def recover(settings: StoreSettings, namespaces: Sequence[str], as_json: bool) -> int:
-    report = recovering.recover(
-        settings.store_config(),
-        time.time,
-        secrets.token_hex,
-        Disk(),
-        namespaces,
-        care.progress(time.monotonic),
-        seal_keys.masters_of(settings),
-    )
+    masters = seal_keys.masters_of(settings)
+    report = recovering.recover(settings.store_config(), _MEANS, namespaces, care.progress(time.monotonic), masters)
     # The first start sets blobs aside that are not listed, and checks the new index as any start does.
     open_store(settings).close()
     return care.show_recovered(report, as_json)

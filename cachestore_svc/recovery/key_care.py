@@ -1,7 +1,7 @@
 """Looks after the keys of sealed namespaces while the store does not run: new, rotated, destroyed, listed."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,18 +10,16 @@ from kvasir.formats.blob_place import namespace_place
 from kvasir.names import check_namespace
 
 from cachestore_svc.blobs.backend import BlobBackend, NamespaceBlobs
-from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import StoreConfig
 from cachestore_svc.index.catalog import HOUSE, open_postgres
 from cachestore_svc.index.refusals import reading_damage
 from cachestore_svc.index.sqlite.database.looking import looking_at
-from cachestore_svc.recovery.means import now_unix_ms
+from cachestore_svc.recovery.means import Means
 from cachestore_svc.recovery.medium import blobs_of, in_bucket
 from cachestore_svc.recovery.on_server import check_on_file
 from cachestore_svc.recovery.opening import DATABASE, locked
 from cachestore_svc.sealing.key_files import KeyFiles
 from cachestore_svc.sealing.keys import KeyRecord, MasterKey, new_record
-from cachestore_svc.sealing.sealed_form import RandomBytes
 from cachestore_svc.sealing.seals import Seals
 
 
@@ -39,12 +37,11 @@ class KeyCare:
     """Changes of key records in one data directory. Each locks it. Raises Unavailable (LOCKED) while a store runs, but
     for `records`."""
 
-    def __init__(self, config: StoreConfig, clock: Callable[[], float], random_bytes: RandomBytes, disk: Disk) -> None:
+    def __init__(self, config: StoreConfig, means: Means) -> None:
         self._config = config
-        self._clock = clock
-        self._random_bytes = random_bytes
-        self._disk = disk
-        self._files = KeyFiles(config.data_dir, disk)
+        self._means = means
+        self._disk = means.disk
+        self._files = KeyFiles(config.data_dir, means.disk)
 
     def records(self) -> list[SealedNamespace]:
         """All namespaces that are sealed, by name. Raises FailedPrecondition (NAMESPACE_SEALED) for a lost record."""
@@ -58,7 +55,7 @@ class KeyCare:
         check_namespace(namespace)
         with locked(self._config, self._disk):
             self._check_unused(namespace)
-            record = new_record(namespace, master, self._random_bytes, now_unix_ms(self._clock))
+            record = new_record(namespace, master, self._means.random_bytes, self._means.now_unix_ms())
             self._files.begin(record)
             return self._seen(record)
 
@@ -68,7 +65,7 @@ class KeyCare:
             keys = [(record, record.open([*masters, new])) for record in self._records() if not record.erased_unix_ms]
             for record, _ in keys:
                 self._files.write(record)  # both copies are whole before one is written over
-            both = [record.wrapped_by(new, key, self._random_bytes) for record, key in keys]
+            both = [record.wrapped_by(new, key, self._means.random_bytes) for record, key in keys]
             for record in both:
                 self._files.write(record)
             alone = [record.only_by(new) for record in both]
@@ -83,7 +80,7 @@ class KeyCare:
             if record is None:
                 raise NotFound(f"no key of a namespace {namespace!r} is here", reason="NAMESPACE_UNKNOWN")
             if not record.erased_unix_ms:
-                record = record.erased(max(1, now_unix_ms(self._clock)))
+                record = record.erased(max(1, self._means.now_unix_ms()))
             self._files.write(record)
             return self._seen(record)
 
@@ -110,7 +107,7 @@ class KeyCare:
         if in_bucket(config):
             return []  # its blobs lie beside the index, and are looked for anyway
         if config.catalog:
-            with contextlib.closing(open_postgres(config.catalog, disk, lambda: now_unix_ms(self._clock))) as catalog:
+            with contextlib.closing(open_postgres(config.catalog, disk, self._means.now_unix_ms)) as catalog:
                 return catalog.read(HOUSE, lambda view: view.namespaces())
         check_on_file(config.data_dir)
         if not disk.size_bytes(database):

@@ -3,7 +3,6 @@ replaces it. A version whose manifest is whole comes back, though a blob of it b
 engines compute it again.
 """
 
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -20,7 +19,6 @@ from kvasir.formats.digest import Digest, is_hash
 from cachestore_svc.blobs.backend import has_any, unknown_places
 from cachestore_svc.blobs.ballast import Ballast
 from cachestore_svc.blobs.blob_checks import BlobFacts
-from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.blobs.manifests import ManifestFacts, NamedBlob, SharedBlock
 from cachestore_svc.facts.ownership import OwnerState, had_before
 from cachestore_svc.facts.records import BlobKind, LostVersion, Origin, Recovered, RecoverReport, StoreConfig
@@ -29,13 +27,12 @@ from cachestore_svc.journal import journal, journal_lines
 from cachestore_svc.journal.journal import Journal
 from cachestore_svc.journal.replay import Agent, Namespace, Version, VersionKey
 from cachestore_svc.recovery import salvage
-from cachestore_svc.recovery.means import now_unix_ms
+from cachestore_svc.recovery.means import Means
 from cachestore_svc.recovery.medium import blobs_of
 from cachestore_svc.recovery.opening import DATABASE, locked
 from cachestore_svc.sealing.key_files import KeyFiles
 from cachestore_svc.sealing.keys import MasterKey
 from cachestore_svc.sealing.sealed_blobs import SealedBackend
-from cachestore_svc.sealing.sealed_form import RandomBytes
 from cachestore_svc.sealing.sealed_names import AGENT, PlainNames
 from cachestore_svc.sealing.seals import Seals
 
@@ -64,47 +61,32 @@ class _RebuiltNamespace:
 
 
 def recover(
-    config: StoreConfig,
-    clock: Callable[[], float],
-    token_hex: Callable[[int], str],
-    disk: Disk,
-    namespaces: Sequence[str],
-    say: Say,
-    masters: Sequence[MasterKey] = (),
-    random_bytes: RandomBytes = secrets.token_bytes,
+    config: StoreConfig, means: Means, namespaces: Sequence[str], say: Say, masters: Sequence[MasterKey] = ()
 ) -> RecoverReport:
     """Rebuild the index and put it in place; the old one is kept beside it. `namespaces`: names that may be needed
     where no journal has them. `say` gets the item that is being read: its kind, its number, and how many there are.
     Raises Unavailable (LOCKED) and FailedPrecondition (NAMESPACE_UNKNOWN: there are blobs of a namespace without a
     name; NOTHING_TO_RECOVER; NAMESPACE_SEALED: no key opens a namespace that would be lost).
     """
-    with locked(config, disk):
-        seals = Seals(KeyFiles(config.data_dir, disk).read(), masters, config.sealed_namespaces)
-        blobs = SealedBackend(blobs_of(config, disk, only_looks=True), seals, random_bytes)
-        return _Recovery(config, now_unix_ms(clock), token_hex, disk, say, blobs).run(namespaces)
+    with locked(config, means.disk):
+        seals = Seals(KeyFiles(config.data_dir, means.disk).read(), masters, config.sealed_namespaces)
+        blobs = SealedBackend(blobs_of(config, means.disk, only_looks=True), seals, means.random_bytes)
+        return _Recovery(config, means, say, blobs).run(namespaces)
 
 
 class _Recovery:
-    def __init__(
-        self,
-        config: StoreConfig,
-        now_unix_ms: int,
-        token_hex: Callable[[int], str],
-        disk: Disk,
-        say: Say,
-        blobs: SealedBackend,
-    ) -> None:
+    def __init__(self, config: StoreConfig, means: Means, say: Say, blobs: SealedBackend) -> None:
         self._data_dir = config.data_dir
         self._config = config
-        self._now = now_unix_ms
-        self._disk = disk
+        self._now = means.now_unix_ms()
+        self._disk = means.disk
         self._say = say
         self._database = config.data_dir / DATABASE
         self._log = config.data_dir / journal.NAME
         self._new_log = config.data_dir / (journal.NAME + _NEW_SUFFIX)
         self._sealed = blobs
         self._blobs = blobs.sealed
-        self._store = token_hex(8)
+        self._store = means.token_hex(8)
 
     def run(self, namespaces: Sequence[str]) -> RecoverReport:
         self._end_unfinished()

@@ -3,18 +3,14 @@ named by its bytes; a snapshot is visible once its manifest commits. Operations 
 called from any thread, and raise the types of `kvasir.errors`.
 """
 
-import secrets
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Self
 
 from cachestore_svc.blobs.backend import BlobBackend
-from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import StoreConfig
 from cachestore_svc.recovery.means import Means
 from cachestore_svc.recovery.opening import Opened, open_directory
 from cachestore_svc.sealing.keys import MasterKey
-from cachestore_svc.sealing.sealed_form import RandomBytes
 from cachestore_svc.store.agents import Agents
 from cachestore_svc.store.blobs import Blobs
 from cachestore_svc.store.events import Events
@@ -51,24 +47,17 @@ class Store:
     def open(
         cls,
         config: StoreConfig,
-        clock: Callable[[], float],
-        token_hex: Callable[[int], str],
-        disk: Disk | None = None,
+        means: Means,
         *,
         sweeps: bool = True,
-        steady: Callable[[], float] = time.monotonic,
         blobs: BlobBackend | None = None,
         masters: Sequence[MasterKey] = (),
-        random_bytes: RandomBytes = secrets.token_bytes,
     ) -> "Store":
         """Lock the data directory, bring its database to today's form, and, if it `sweeps`, remove what a crash left.
-        `clock` gives Unix seconds (`time.time`), `token_hex` gives so many random bytes in hex (`secrets.token_hex`),
-        `steady` monotonic seconds. `blobs` keeps the blobs' bytes; None: files in the data directory. `masters`: the
-        keys that open sealed namespaces; a namespace that none of them opens refuses every request. Raises Unavailable
-        (LOCKED, with the pid that holds it) and FailedPrecondition (DATA_TOO_NEW; INDEX_MISSING: there are blobs but no
-        database).
+        `blobs` keeps the blobs' bytes; None: files in the data directory. `masters`: the keys that open sealed
+        namespaces; a namespace that none of them opens refuses every request. Raises Unavailable (LOCKED, with the pid
+        that holds it) and FailedPrecondition (DATA_TOO_NEW; INDEX_MISSING: there are blobs but no database).
         """
-        means = Means(clock, token_hex, disk or Disk(), steady, random_bytes)
         return cls(open_directory(config, means, blobs, masters, sweeps=sweeps))
 
     def close(self) -> None:

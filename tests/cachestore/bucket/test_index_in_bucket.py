@@ -63,7 +63,7 @@ def _lab(root: Path, bucket: Bucket, **settings: object) -> Lab:
 
 def _opened(lab: Lab, bucket: Bucket, *, only_looks: bool) -> Store:
     blobs = blobs_of(lab.config(), Disk(), bucket, only_looks=only_looks)
-    return Store.open(lab.config(), lab.clock, lab.chance, sweeps=not only_looks, blobs=blobs)
+    return Store.open(lab.config(), lab.means(), sweeps=not only_looks, blobs=blobs)
 
 
 def _catalog(root: Path, bucket: Bucket, *, only_looks: bool = False) -> BucketCatalog:

@@ -21,6 +21,7 @@ from cachestore_svc.facts.ownership import Ownership
 from cachestore_svc.facts.records import BlobKind, LeaseToken, LineQuery, Origin, SnapshotVersion, StoreConfig
 from cachestore_svc.index.catalog import CatalogView
 from cachestore_svc.index.values import CommitTerms
+from cachestore_svc.recovery.means import Means
 from cachestore_svc.sealing.key_files import KeyFiles
 from cachestore_svc.sealing.keys import MasterKey, new_record
 from cachestore_svc.sealing.sealed_blobs import SealedBackend
@@ -84,19 +85,14 @@ class Lab:
     catalog: str = ""  # the database's address; "": a file in the directory
 
     def open(self, disk: Disk | None = None, **settings: object) -> Store:
-        opened = Store.open(
-            self.config(**settings),
-            self.clock,
-            self.chance,
-            disk,
-            steady=self.clock.steady,
-            blobs=self.kept_blobs,
-            masters=self.masters,
-        )
+        opened = Store.open(self.config(**settings), self.means(disk), blobs=self.kept_blobs, masters=self.masters)
         if self.has_lease_ends:
             self.clock.databases.add(self.catalog)
             self.clock.pass_s(0)
         return opened
+
+    def means(self, disk: Disk | None = None) -> Means:
+        return Means(self.clock, self.chance, disk or Disk(), self.clock.steady)
 
     @property
     def has_lease_ends(self) -> bool:

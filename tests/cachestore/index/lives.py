@@ -7,6 +7,7 @@ from kvasir.formats.block_hash import kv_identity_hash
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import Origin, RecoverReport, SnapshotVersion
+from cachestore_svc.recovery.means import Means
 from cachestore_svc.recovery.recovering import recover
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Chance, Lab, publish, upload
@@ -18,9 +19,8 @@ MIXED_HASH = kv_identity_hash(MIXED)
 
 
 def recovered(lab: Lab, *namespaces: str, disk: Disk | None = None) -> RecoverReport:
-    return recover(
-        lab.config(), lab.clock, Chance(lab.chance.drawn + 1000), disk or Disk(), namespaces, lambda *_: None
-    )  # type: ignore[attr-defined]
+    means = Means(lab.clock, Chance(lab.chance.drawn + 1000), disk or Disk())  # type: ignore[attr-defined]
+    return recover(lab.config(), means, namespaces, lambda *_: None)
 
 
 class Life:

@@ -8,7 +8,6 @@ import pytest
 from kvasir.errors import FailedPrecondition, InvalidArgument
 from kvasir.formats.block_hash import kv_identity_hash
 
-from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.limits import MAX_LABELS
 from cachestore_svc.facts.ownership import FIRST_MOVE, OwnerState, gone
 from cachestore_svc.facts.records import RecoverReport
@@ -28,7 +27,7 @@ def hand_over(store: Store, name: str) -> None:
 
 
 def recover(lab: Lab) -> RecoverReport:
-    return recovering.recover(lab.config(), lab.clock, lab.chance, Disk(), [], lambda *_: None)
+    return recovering.recover(lab.config(), lab.means(), [], lambda *_: None)
 
 
 def with_three(lab: Lab) -> None:

@@ -1,7 +1,5 @@
 """A store with one sealed namespace and one plain one, and the care of its keys."""
 
-import secrets
-
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.recovery.key_care import KeyCare
 from cachestore_svc.sealing.keys import MasterKey
@@ -21,7 +19,7 @@ def left_behind(lab: Lab) -> tuple[SyntheticSnapshot, SyntheticSnapshot]:
 
 
 def care(lab: Lab, disk: Disk | None = None, **settings: object) -> KeyCare:
-    return KeyCare(lab.config(**settings), lab.clock, secrets.token_bytes, disk or Disk())
+    return KeyCare(lab.config(**settings), lab.means(disk))
 
 
 NEW = MasterKey(b"n" * 32, "the new file")

@@ -9,8 +9,8 @@ from kvasir.errors import FailedPrecondition
 from kvasir.formats.blob_place import namespace_place
 
 from cachestore_svc.__main__ import open_store
-from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.config import read_settings
+from cachestore_svc.recovery.means import Means
 from cachestore_svc.recovery.recovering import recover
 from cachestore_svc.sealing.sealed_list import add_to_list, read_list
 from cachestore_svc.store.store import Store
@@ -78,7 +78,7 @@ def test_an_index_is_not_built_anew_from_sealed_files_as_if_they_were_plain(lab:
     for name in lost:
         (lab.root / name).unlink()
     with pytest.raises(FailedPrecondition, match=f"'{NS}' is sealed: its key record"):
-        recover(lab.config(), lab.clock, Chance(500), Disk(), [NS, PLAIN_NS], lambda *_: None, lab.masters)
+        recover(lab.config(), Means(lab.clock, Chance(500)), [NS, PLAIN_NS], lambda *_: None, lab.masters)
 
 
 def test_in_an_emptied_directory_what_the_owner_lists_is_refused_until_it_is_sealed_anew(lab: Lab) -> None:

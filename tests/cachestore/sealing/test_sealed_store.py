@@ -23,6 +23,7 @@ from cachestore_svc.index.sqlite.events import _texts_of
 from cachestore_svc.index.sqlite.rows import Rows
 from cachestore_svc.index.values import CommitTerms
 from cachestore_svc.recovery import asides
+from cachestore_svc.recovery.means import Means
 from cachestore_svc.recovery.medium import blobs_of
 from cachestore_svc.recovery.recovering import recover
 from cachestore_svc.sealing.keys import MasterKey
@@ -330,7 +331,7 @@ def test_a_lost_index_of_a_sealed_namespace_is_built_anew_with_its_key(lab: Lab,
         (lab.root / name).unlink()
 
     def recovered(masters: list[MasterKey]) -> None:
-        recover(lab.config(), lab.clock, Chance(500), Disk(), [NS], lambda *_: None, masters)
+        recover(lab.config(), Means(lab.clock, Chance(500)), [NS], lambda *_: None, masters)
 
     with pytest.raises(FailedPrecondition, match=f"'{NS}' is sealed"):
         recovered([])

@@ -16,6 +16,7 @@ from kvasir.clients import StoreClient
 from kvasir.errors import Cancelled, Conflict, FailedPrecondition, KvasirError, NotFound, Unavailable
 
 from cachestore_svc.config import read_settings
+from cachestore_svc.recovery.means import Means
 from cachestore_svc.store.store import Store
 from tests.cachestore.moving.two_stores import eventually
 from tests.cachestore.service.running import RunningStore, StoreHome, publish
@@ -87,7 +88,8 @@ def one_life(running: RunningStore, writers: list[Writer], source: random.Random
 
 
 def assert_clean(home: StoreHome) -> None:
-    with Store.open(read_settings({"data_dir": home.data_dir}).store_config(), time.time, secrets.token_hex) as store:
+    config = read_settings({"data_dir": home.data_dir}).store_config()
+    with Store.open(config, Means(time.time, secrets.token_hex)) as store:
         assert store.care.check().findings == ()
 
 

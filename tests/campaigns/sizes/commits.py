@@ -28,6 +28,7 @@ from kvasir.waits import giving_way
 from cachestore_svc.index.postgres.pipeline import Statement
 from cachestore_svc.index.postgres.session import Session
 from cachestore_svc.index.values import CommitTerms
+from cachestore_svc.recovery.means import Means
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, upload
 from tests.made_models.synthetic import SMALL, SyntheticAgent, SyntheticSnapshot
@@ -57,7 +58,7 @@ def syncing_server(root: Path) -> Iterator[str]:
 
 
 def opened(root: Path, catalog: str) -> Store:
-    return Store.open(Lab(root, catalog=catalog).config(), time.time, secrets.token_hex)
+    return Store.open(Lab(root, catalog=catalog).config(), Means(time.time, secrets.token_hex))
 
 
 def stored(store: Store, blocks: int) -> SyntheticAgent:

@@ -25,7 +25,6 @@ from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import DataLoss, KvasirError, NotFound
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import Origin, RecoverReport, SnapshotVersion
 from cachestore_svc.recovery.recovering import recover
 from cachestore_svc.store.store import Store
@@ -221,7 +220,7 @@ class Damaged:
             yield from self._recover()
 
     def _recover(self) -> Iterator[str]:
-        report = recover(self.lab.config(), self.lab.clock, self.lab.chance, Disk(), [OTHER_NS], lambda *_: None)
+        report = recover(self.lab.config(), self.lab.means(), [OTHER_NS], lambda *_: None)
         self.report.recovered += 1
         lost = set(self._lost(report))
         for key in lost:
