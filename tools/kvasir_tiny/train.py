@@ -45,6 +45,7 @@ class Sizes:
 
 SIZES = Sizes()
 BUCKETS = (300, 1500, 4000, 7500, 8192)
+_WEIGHT_DECAY = 0.1  # of all weights but norms
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,6 @@ class Plan:
     mixed: tuple[tuple[int, int], ...] = ((16, 8192), (32, 2048), (64, 1024))
     learning_rate: float = 1.5e-3
     final_rate: float = 0.01  # of the learning rate
-    weight_decay: float = 0.1
     averaged: float = 0.01  # how much of each step's weights goes into their mean
     other_text: float = 0.02  # weight of the text that the model does not have to say
     seed: int = 1
@@ -141,7 +141,7 @@ def adam(state: State, gradient: Weights, step: Array, course: Array, plan: Plan
         mean = 0.9 * state.mean[name] + 0.1 * g
         square = 0.95 * state.square[name] + 0.05 * g * g
         direction = mean / (1 - 0.9**t) / (jnp.sqrt(square / (1 - 0.95**t)) + 1e-8)
-        decay = 0.0 if "norm" in name else plan.weight_decay
+        decay = 0.0 if "norm" in name else _WEIGHT_DECAY
         new.weights[name] = state.weights[name] - rate * (direction + decay * state.weights[name])
         new.mean[name], new.square[name] = mean, square
     for name, kept in state.average.items():
