@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass, field
 
 from kvasir import errors
+from kvasir.clients import Lineage
 from kvasir.formats.digest import Digest
 from kvasir.waits import LOOK_S, RETRY_S
 
@@ -228,16 +229,20 @@ class Commit:
         if lease is not None and self._standing.moves_to(lease) and not await self._has_happened(Changes.TAKEN_BACK):
             self._stands(self._standing.under(lease.generation))
         standing = self._standing
+        lineage = Lineage(
+            parent_manifest=standing.parent.manifest,
+            base_version=standing.base_version,
+            handed_over_by=standing.handed_over_by,
+            is_brought=self.memory.is_brought,
+        )
         return await self.store.agents.commit(
             self.key.agent_id,
             manifest,
-            standing.parent,
-            self.parts.limits.timeout_s,
-            is_brought=self.memory.is_brought,
-            base_version=standing.base_version,
-            handed_over_by=standing.handed_over_by,
+            standing.parent.number,
+            lineage=lineage,
             lease=(self.parts.owner, standing.generation),
             awaited=awaited,
+            timeout_s=self.parts.limits.timeout_s,
         )
 
 

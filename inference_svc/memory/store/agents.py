@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from kvasir import errors
 from kvasir.cachestore.v1 import cachestore_pb2
+from kvasir.clients import Lineage
 from kvasir.formats.digest import Digest
 
 from inference_svc.memory.store import answers
@@ -63,35 +64,27 @@ class StoredAgents:
         self,
         agent_id: str,
         manifest: Digest,
-        parent: answers.Version,
-        timeout_s: float,
+        expected_version: int,
         *,
-        is_brought: bool = False,
-        base_version: int = 0,
-        handed_over_by: str = "",
-        lease: tuple[str, int] | None = None,
-        awaited: Sequence[Digest] = (),
+        lineage: Lineage,
+        lease: tuple[str, int],
+        awaited: Sequence[Digest],
+        timeout_s: float,
     ) -> answers.Head:
-        """Make a stored manifest the next version of the agent's line. `lease`: owner and generation. `base_version`:
-        the earlier version that it goes on from; 0: its parent. `handed_over_by`: the peer that began the turn. Blobs
-        that are `awaited` are on their way, as the manifest may be. Raises Conflict when the head is not its parent, or
-        when the lease is fenced.
+        """Make a stored manifest the next version of the agent's line. `lease`: owner and generation. Blobs that are
+        `awaited` are on their way, as the manifest may be. Raises Conflict when the head is not its parent, or when the
+        lease is fenced.
         """
-        version = await self._connection.noting(
-            self._connection.client.commit(
-                agent_id,
-                manifest,
-                parent.number,
-                parent_manifest=parent.manifest,
-                lease=token(*lease) if lease is not None else None,
-                is_brought=is_brought,
-                base_version=base_version,
-                handed_over_by=handed_over_by,
-                awaited=awaited,
-                timeout_s=timeout_s,
-            )
+        making = self._connection.client.commit(
+            agent_id,
+            manifest,
+            expected_version,
+            lease=token(*lease),
+            lineage=lineage,
+            awaited=awaited,
+            timeout_s=timeout_s,
         )
-        return answers.head_of(version)
+        return answers.head_of(await self._connection.noting(making))
 
     async def copy_agent(self, agent_id: str, peer: str, timeout_s: float) -> None:
         """Let a peer copy the agent's bytes ahead of its move; nothing can be seen of it there. Raises KvasirError."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+from kvasir.clients import Lineage
 
 from tests.gateway.conftest import ORIGIN, Front
 from tests.gateway.page.html_page import HTML, Browser, Html, parsed
@@ -219,7 +220,7 @@ def test_the_history_names_the_peer_that_handed_a_turn_over(lived: Front, ada: B
     with lived.house.store_client(lived.keys["engine-first"]) as store:
         store.put_blobs(turn.new_blobs)
         store.put_manifest(turn.manifest_bytes)
-        store.commit(agent, turn.manifest_digest, 0, handed_over_by="laptop")
+        store.commit(agent, turn.manifest_digest, 0, lineage=Lineage(handed_over_by="laptop"))
         assert "nothing: the first, handed over by laptop" in " ".join(ada.get("agent", id=agent).text.split())
         store.delete_agent(agent)
 

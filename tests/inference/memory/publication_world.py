@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from kvasir import errors
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
+from kvasir.clients import Lineage
 from kvasir.formats.digest import Digest
 from kvasir.server.shared_room import SharedRoom
 
@@ -157,17 +158,17 @@ class Store:
     async def was_changed(self, _agent: str, _since: object, own: Collection[Digest]) -> bool:
         return not set(self.stored) <= set(own)
 
-    async def commit(self, _agent: str, digest: Digest, parent: Version, _timeout_s: float, **how: object) -> Head:
-        self.leases_of_commits.append(how.get("lease"))
-        self.bases.append(how.get("base_version"))
-        self.awaited.append(cast("Sequence[Digest]", how.get("awaited", ())))
+    async def commit(self, _agent: str, digest: Digest, parent: int, *, lineage: Lineage, **how: object) -> Head:
+        self.leases_of_commits.append(how["lease"])
+        self.bases.append(lineage.base_version)
+        self.awaited.append(cast("Sequence[Digest]", how["awaited"]))
         if self.refusals:
             raise self.refusals.pop()
-        if (self.head.manifest, self.head.parent_version) == (digest, parent.number):
+        if (self.head.manifest, self.head.parent_version) == (digest, parent):
             return self.head
-        if parent != self.head.identity:
+        if Version(parent, lineage.parent_manifest) != self.head.identity:
             raise errors.Conflict("moved", metadata={"head_version": str(self.head.version)})
-        self.head = Head(parent.number + 1, digest, parent.number)
+        self.head = Head(parent + 1, digest, parent)
         self.stored.append(digest)
         if self.lost_answers:
             self.lost_answers -= 1

@@ -1,7 +1,7 @@
 """The clients of both services, blocking and asynchronous. Import them from here: the modules below may move."""
 
 from kvasir.clients.aio.inference_client import AioInferenceClient
-from kvasir.clients.aio.store_client import AioStoreClient
+from kvasir.clients.aio.store_client import AioStoreClient, Lineage
 from kvasir.clients.blocking_clients import InferenceClient, StoreClient
 from kvasir.clients.channel import PinnedTls, Tls
 from kvasir.clients.generate_options import GenerateOptions
@@ -14,6 +14,7 @@ __all__ = [
     "Choice",
     "GenerateOptions",
     "InferenceClient",
+    "Lineage",
     "PinnedTls",
     "Reply",
     "StoreClient",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
-from kvasir.clients import StoreClient
+from kvasir.clients import Lineage, StoreClient
 from kvasir.clients.newest_agents import newest_agents
 from kvasir.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound
 from kvasir.formats import manifest as manifests
@@ -66,7 +66,7 @@ class PromptCaches:
         self._store.put_blobs(pieces.blobs)
         digest = self._store.put_manifest(pieces.manifest)
         try:
-            self._store.commit(name, digest, self._version(name), is_brought=True)
+            self._store.commit(name, digest, self._version(name), lineage=Lineage(is_brought=True))
         except FailedPrecondition:
             self._blocks.clear()
             raise

@@ -1,6 +1,7 @@
 """The cache store's asynchronous client. Round trips have a deadline; transfers have none, and resume after a cut."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import grpc
@@ -14,6 +15,16 @@ from kvasir.clients.aio.blob_transfers import AioBlobTransfers
 from kvasir.clients.channel import AnyTls, aio_channel, blob_calls, calls_of
 from kvasir.clients.store_client_transfers import READS, manifest_digest
 from kvasir.formats.digest import Digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lineage:
+    """Of a version: its parent, its base, and the engines that computed its rows."""
+
+    parent_manifest: Digest | None = None  # of the version before it; None: any
+    base_version: int = 0  # the earlier version that it goes on from; 0: the one before it
+    handed_over_by: str = ""  # the peer whose engine began the turn
+    is_brought: bool = False  # the writer knows that rows of it came by import or pull
 
 
 class AioStoreClient(AioBlobTransfers, AioAgentClient):
@@ -50,28 +61,24 @@ class AioStoreClient(AioBlobTransfers, AioAgentClient):
         manifest: Digest,
         expected_version: int,
         *,
-        parent_manifest: Digest | None = None,
         lease: pb.LeaseToken | None = None,
-        is_brought: bool = False,
-        base_version: int = 0,
-        handed_over_by: str = "",
+        lineage: Lineage = Lineage(),
         awaited: Sequence[Digest] = (),
         timeout_s: float | None = None,
     ) -> pb.SnapshotVersion:
         """Make a stored manifest the agent's next version. Raises Conflict, FailedPrecondition. Safe to repeat.
-
-        `is_brought`: the writer knows that rows of it came by import or pull. `base_version`: the earlier version that
-        it goes on from; 0: `expected_version`. `handed_over_by`: the peer whose engine began the turn. `awaited`: blobs
-        that are on their way through other calls, as the manifest may be (a store with the feature `awaits`)."""
+        `awaited`: blobs that are on their way through other calls, as the manifest may be (a store with the feature
+        `awaits`)."""
+        parent = lineage.parent_manifest
         request = pb.CommitSnapshotRequest(
             agent_id=agent_id,
             manifest=manifest.to_proto(),
             expected_version=expected_version,
             lease=lease,
-            is_brought=is_brought,
-            parent_manifest=parent_manifest.to_proto() if parent_manifest is not None else None,
-            base_version=base_version,
-            handed_over_by=handed_over_by,
+            is_brought=lineage.is_brought,
+            parent_manifest=parent.to_proto() if parent is not None else None,
+            base_version=lineage.base_version,
+            handed_over_by=lineage.handed_over_by,
             awaited=[digest.to_proto() for digest in awaited],
         )
         return (await self._call(pb.CommitSnapshotResponse, request, timeout_s)).snapshot
