@@ -1,14 +1,14 @@
 """Sets unlisted blobs aside, under a name with the time, for a grace period: an index may have lost entries."""
 
 import contextlib
-from collections.abc import Iterable, Sequence
 
 import structlog
+from kvasir.errors import KvasirError
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.blobs.backend import Aside, unknown_places
+from cachestore_svc.blobs.backend import Listing, unknown_places
 from cachestore_svc.core.core import Core
-from cachestore_svc.core.stored_blobs import quarantine, set_aside, set_unknown_aside, set_unlisted_aside
+from cachestore_svc.core.stored_blobs import quarantine, set_aside, set_unknown_aside, set_unlisted_aside, verified
 from cachestore_svc.facts.records import GcReport
 
 
@@ -55,24 +55,27 @@ def _sweep(core: Core, namespace: str) -> int:
         unnamed = len(listing.blobs - listed)
     core.asides.update(listing.asides)
     if not listed <= listing.blobs:
-        whole = core.catalog.read(namespace, lambda view: view.whole_blobs())
-        lost = [digest for digest in whole if digest.hash not in listing.blobs]
-        # Another process may have published one since the listing.
-        lost = [digest for digest in lost if blobs.size_bytes(digest.hash) is None]
-        quarantine(core, namespace, _without_asides(core, namespace, lost, listing.asides))
+        quarantine(core, namespace, _lost(core, namespace, listing))
     return unnamed
 
 
-def _without_asides(core: Core, namespace: str, lost: Sequence[Digest], asides: Iterable[Aside]) -> list[Digest]:
-    """Of blobs that a row has, those that do not lie aside. The others go back: the process ended before that."""
-    names, by_name = core.seals.names_of(namespace), {each.hash: each for each in asides}
-    blobs, left = core.blobs.of(namespace), list[Digest]()
-    for digest, name in zip(lost, names.hashes(digest.hash for digest in lost), strict=True):
-        if (aside := by_name.get(name)) is None:
-            left.append(digest)
+def _lost(core: Core, namespace: str, listing: Listing) -> list[Digest]:
+    """Blobs that a row has, and no file. Those that lie aside go back: the process ended before that. A reader may have
+    put them into quarantine since."""
+    blobs, asides, lost = core.blobs.of(namespace), {each.hash: each for each in listing.asides}, list[Digest]()
+    whole, damaged = core.catalog.read(namespace, lambda view: (view.whole_blobs(), {*view.damaged_blobs()}))
+    absent = [digest for digest in (*whole, *damaged) if digest.hash not in listing.blobs]
+    names = core.seals.names_of(namespace).hashes(digest.hash for digest in absent)
+    for digest, aside in zip(absent, map(asides.get, names), strict=True):
+        # With a size, another process published it since the listing.
+        if (digest in damaged and aside is None) or blobs.size_bytes(digest.hash) is not None:
             continue
-        blobs.restore(aside)
-        core.asides.discard(aside)
-        if blobs.size_bytes(digest.hash) is None:  # its time was over meanwhile
-            left.append(digest)
-    return left
+        if aside is not None:
+            blobs.restore(aside)
+            core.asides.discard(aside)
+        if aside is None or blobs.size_bytes(digest.hash) is None:  # its time was over meanwhile
+            lost.append(digest)
+        elif digest in damaged:
+            with contextlib.suppress(KvasirError):
+                verified(core, namespace, digest)  # ends the quarantine
+    return lost

@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from kvasir.errors import KvasirError, NotFound, Unavailable
+from kvasir.errors import DataLoss, KvasirError, NotFound, Unavailable
 from kvasir.formats.digest import Digest
 from obstore.store import MemoryStore
 
@@ -417,10 +417,12 @@ def test_a_start_takes_no_blob_of_a_namespace_that_another_process_begins_meanwh
     assert pair.first.care.check(repair=False).is_clean
 
 
+@pytest.mark.parametrize("is_read", [False, True])
 def test_a_blob_that_a_start_set_aside_before_it_was_killed_goes_back_at_the_next(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, *, is_read: bool
 ) -> None:
-    """Between the look at the namespaces that found its own begun, and the object's way back."""
+    """Between the look at the namespaces that found its own begun, and the object's way back. A reader that comes
+    before the next start finds none, and the blob is in quarantine."""
     turn, core, made = SyntheticAgent(seed=1).turn(70), pair.first._core, list[SnapshotVersion]()
     blobs = core.blobs.of(NS)
     name = f"{blobs.place}/{core.seals.names_of(NS).digest(turn.digests[0]).hash}"
@@ -435,8 +437,12 @@ def test_a_blob_that_a_start_set_aside_before_it_was_killed_goes_back_at_the_nex
         with pytest.raises(Died):
             pair.start_another()
     assert blobs.size_bytes(turn.digests[0].hash) is None
+    if is_read:
+        with pytest.raises(DataLoss):
+            pair.first.blobs.read(NS, turn.digests[0])
     started = pair.start_another()
     assert not started.asides
+    assert core.catalog.read(NS, lambda view: view.damaged_blobs()) == []
     assert_restores(pair.first, made[0], turn)
     assert pair.first.care.check(repair=False).is_clean
 
