@@ -52,13 +52,14 @@ class KnownVersions:
 
     def committed(self, outcome: SnapshotOutcome, before: Known) -> None:
         """This engine made a version. An answer to a commit that was repeated may name one that is not the newest any
-        more.
+        more: another engine's that was read since `before` stays known.
         """
         version = Version(outcome.version, outcome.manifest)
         if version.manifest is None or version in self._own:
             return
         self._own.append(version)
-        if before.times_gone == self.now.times_gone:
+        newer = self.now.newest if self.now != before else None
+        if before.times_gone == self.now.times_gone and not (newer is not None and version.is_behind(newer)):
             self.now = self.now._replace(newest=version)
 
     def moved(self, to: Version) -> None:

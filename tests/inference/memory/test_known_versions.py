@@ -71,6 +71,20 @@ def test_an_answer_about_an_agent_that_is_gone_since_is_not_kept(known: KnownVer
     assert known.now.is_ahead_of(NONE)
 
 
+def test_a_late_answer_to_a_commit_makes_no_engine_forget_a_newer_version_that_it_read(known: KnownVersions) -> None:
+    before = known.now
+    known.found(answer(5), before)
+    known.committed(committed(4), before)
+    assert known.now.newest == answer(5).newest.identity
+    assert Digest.of(bytes([4])) in known.own
+
+
+def test_a_commit_behind_an_older_copy_is_known(known: KnownVersions) -> None:
+    """Its caller chose that: the version has a lower number than the one that was known."""
+    known.committed(committed(2), known.now)
+    assert known.now.newest == answer(2).newest.identity
+
+
 @pytest.mark.parametrize(
     ("to", "stays"),
     [
