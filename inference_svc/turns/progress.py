@@ -261,6 +261,13 @@ class Progress:
     def error(self) -> errors.KvasirError | None:
         return self.stopped.error if self.stopped is not None else None
 
+    def begin(self, phase: TurnPhase) -> None:
+        """Enter a phase of a turn that has begun. It counts as running from the first one on."""
+        if not self.phase.has_begun:
+            self.counters.waiting_turns -= 1
+            self.counters.running_turns += 1
+        self.phase = phase
+
     def emit(self, event: TurnEvent) -> None:
         if isinstance(event, TurnFinished):
             self.finished = event

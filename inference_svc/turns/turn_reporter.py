@@ -188,7 +188,7 @@ class TurnReporter:
                     self._ran.set_exception(event.error)
                 elif isinstance(event, api.Ended):
                     if not self._turn.phase.has_ended:
-                        self._turn.phase = TurnPhase.ENDING
+                        self._turn.begin(TurnPhase.ENDING)
                     reader, planned = self._reader, self._turn.planned or self._planned  # the line as it is now
                     calls, pinned = tuple(reader.calls), Once(pinning)
                     ran = Ran(planned, self._prepared, event, calls, reader.has_reasoned, self._stream, pinned)
@@ -239,11 +239,10 @@ class TurnReporter:
             source = Source.WOKEN
         turn.source = source
         if not turn.phase.has_begun:
-            self._count_running()
             counters.times.queue.add(times.queue_s + event.queue_s)
             if source is Source.WARM:
                 counters.times.restore.add(times.restore_s + event.restore_s)
-            turn.phase = TurnPhase.RUNNING
+            turn.begin(TurnPhase.RUNNING)
         tokens = turn.tokens
         tokens.prompt, tokens.cached, tokens.computed = (
             len(prepared.tokens.ids),
@@ -278,10 +277,6 @@ class TurnReporter:
             ignored_settings=request.prompt.ignored_settings,
         )
 
-    def _count_running(self) -> None:
-        self._counters.waiting_turns -= 1
-        self._counters.running_turns += 1
-
     def _learn_restore(self, event: api.Started) -> None:
         """What restoring all files costs, or would have, unless much of them was read while the turn waited."""
         reading = self._prepared.reading
@@ -309,8 +304,8 @@ class TurnReporter:
         """A turn that another engine began and reported: its KV is here now."""
         turn, tokens, times = self._turn, self._turn.tokens, self._turn.times
         assert turn.taken is not None
-        self._count_running()
-        carried, turn.phase = turn.taken.carried, TurnPhase.HELD
+        turn.begin(TurnPhase.HELD)
+        carried = turn.taken.carried
         tokens.prompt, tokens.cached, tokens.computed = len(self._prepared.tokens.ids), carried.cached, carried.computed
         tokens.completion = len(carried.token_ids) - tokens.prompt
         if tokens.completion and times.first_token_at is None:  # it came while files went ahead

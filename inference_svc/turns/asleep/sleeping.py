@@ -148,7 +148,7 @@ class Sleeper:
             rewind_points=(),
         )
         # No cancel ends it now: the store may commit what was sent, and the agent's next turn must know of that.
-        turn.phase = TurnPhase.ENDING
+        turn.begin(TurnPhase.ENDING)
         try:
             head = await line.publications.fall_asleep(memory)
         except BaseException:

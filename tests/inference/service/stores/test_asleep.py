@@ -99,6 +99,8 @@ def test_an_agent_asleep_costs_its_tokens_and_wakes_with_its_bytes(house: House,
         assert slept.freed_bytes == sum(each.size_bytes for each in (*awake.blocks, awake.tail))
         again = client.sleep(agent)
         assert (again.version, again.freed_bytes) == (5, slept.freed_bytes), "it is asleep already"
+        counts = {(each.waiting_turns, each.running_turns) for each in client.get_stats().namespaces}
+        assert counts == {(0, 0)}, "no turn is under way"
         house.restart()
     told = ask(house, agent, "and now?", 9, expected_version=4)
     assert told.token_ids == ask(house, twin, "and now?", 9).token_ids
