@@ -23,6 +23,7 @@ from tests.cachestore.service.running import RunningStore, StoreHome, publish
 from tests.made_models.synthetic import LLAMA_8B, MIXED, SMALL, SyntheticAgent, SyntheticSnapshot
 
 WRITERS = 4
+_LONG = 4_096  # tokens: of such a line a commit looks up new blobs alone
 Acknowledged = dict[str, list[SyntheticSnapshot]]
 
 
@@ -32,7 +33,7 @@ class Writer:
     def __init__(self, number: int) -> None:
         self.agent_id = f"agent-{number}"
         self.memory = SyntheticAgent(MIXED if number % 2 else SMALL, number)
-        self._is_early = number % 4 > 1
+        self._is_early, self._is_long = number % 4 > 1, number % 3 == 0
         self.acknowledged: list[SyntheticSnapshot] = []
         self.uncertain: SyntheticSnapshot | None = None
         self.unexpected: BaseException | None = None
@@ -41,7 +42,8 @@ class Writer:
         try:
             with StoreClient.connect(address, timeout_s=10, retry_reads=False, max_cuts=1) as client:
                 while True:
-                    turn = self.uncertain or self.memory.turn(source.choice((3, 50, 260, 600)))
+                    least = _LONG if self._is_long and not self.memory.token_ids else 0
+                    turn = self.uncertain or self.memory.turn(least + source.choice((3, 50, 260, 600)))
                     self.uncertain = turn
                     publish_turn = publish_early if self._is_early else publish_all
                     publish_turn(client, self.agent_id, turn, len(self.acknowledged))

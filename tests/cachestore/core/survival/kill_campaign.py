@@ -19,10 +19,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import FailedPrecondition, KvasirError, NotFound
 
+from cachestore_svc.blobs.known_manifests import KnownManifests
+from cachestore_svc.index.sqlite import versions
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, hand_all, publish, snapshot_digests
 from tests.cachestore.core.survival.dying_disk import DyingDisk
@@ -69,6 +72,7 @@ class Report:
     ended_alive: int = 0
     acknowledged: int = 0
     effects_per_life: int = 0
+    differences_per_life: int = 0  # commits that looked up new blobs alone
     problems: list[str] = field(default_factory=list)
 
 
@@ -123,16 +127,26 @@ class Engine:
             return 0, SyntheticAgent(identity, self._chance.randrange(1 << 30))
         data = self._store.blobs.read(self._namespace, head.manifest)
         manifest = manifest_pb2.Manifest.FromString(bytes(data))
-        return head.version, SyntheticAgent.remember(manifest, self._chance.randrange(1 << 30), head.version)
+        agent = SyntheticAgent.remember(manifest, self._chance.randrange(1 << 30), head.version)
+        agent.parent_manifest = head.manifest.hash
+        return head.version, agent
 
     def _tell(self, *words: object) -> None:
         # Shorter than PIPE_BUF, so lines of two threads never mix.
         os.write(self._say, json.dumps([words[0], self._namespace, *words[1:]]).encode() + b"\n")
 
 
-def live(lab: Lab, say: int, disk: DyingDisk, seed: int) -> None:
-    """The child's life: open, work on two threads, collect on a third, close."""
+def live(lab: Lab, say: int, disk: DyingDisk, seed: int) -> int:
+    """The child's life: open, work on two threads, collect on a third, close. Its commits by difference."""
+    known_part, found = versions.known_part, list[versions.KnownPart]()
+
+    def noted(*about: Any) -> versions.KnownPart:
+        found.append(known_part(*about))
+        return found[-1]
+
+    versions.known_part = noted
     with lab.open(disk, **SETTINGS) as store:
+        store.snapshots._manifests = KnownManifests(0)  # else it knows long ones alone
         engines = [
             Engine(lab, store, say, namespace, name, seed + index) for index, (namespace, name) in enumerate(AGENTS)
         ]
@@ -142,10 +156,11 @@ def live(lab: Lab, say: int, disk: DyingDisk, seed: int) -> None:
         while any(thread.is_alive() for thread in threads):
             store.care.collect_garbage()
             time.sleep(0.005)
+    return sum(each.length > 0 for each in found)
 
 
-def one_life(lab: Lab, told: Told, seed: int, death: int, kill_after_s: float | None) -> tuple[int, bool]:
-    """Fork a child and let it die. How many effects it had, if it told, and whether it ended by itself."""
+def one_life(lab: Lab, told: Told, seed: int, death: int, kill_after_s: float | None) -> tuple[tuple[int, int], bool]:
+    """Fork a child and let it die. Its effects and commits by difference, if it told; whether it ended by itself."""
     hear, say = os.pipe()
     child = os.fork()
     if child == 0:
@@ -153,8 +168,8 @@ def one_life(lab: Lab, told: Told, seed: int, death: int, kill_after_s: float | 
         try:
             os.close(hear)
             disk = DyingDisk(death)
-            live(lab, say, disk, seed)
-            os.write(say, json.dumps(["effects", "", "", disk.effects]).encode() + b"\n")
+            differences = live(lab, say, disk, seed)
+            os.write(say, json.dumps(["effects", disk.effects, differences]).encode() + b"\n")
             code = 0
         finally:
             os._exit(code)
@@ -162,17 +177,17 @@ def one_life(lab: Lab, told: Told, seed: int, death: int, kill_after_s: float | 
     if kill_after_s is not None:
         time.sleep(kill_after_s)
         os.kill(child, signal.SIGKILL)
-    effects = 0
+    effects = differences = 0
     with os.fdopen(hear) as lines:
         for line in lines:
             if line.startswith('["effects"'):
-                effects = json.loads(line)[3]
+                _, effects, differences = json.loads(line)
             elif line.endswith("\n"):
                 told.hear(line)
     _, status = os.waitpid(child, 0)
     if os.waitstatus_to_exitcode(status) not in (0, -signal.SIGKILL):
         raise RuntimeError(f"the child failed by itself, as {os.waitstatus_to_exitcode(status)}; see above")
-    return effects, os.WIFEXITED(status)
+    return (effects, differences), os.WIFEXITED(status)
 
 
 def compare(lab: Lab, told: Told) -> Iterator[str]:
@@ -231,7 +246,7 @@ def campaign(root: Path, kills: int, seed: int = 0, *, is_sealed: bool = False) 
     if is_sealed:
         lab.seal(NS, OTHER_NS)
     began = time.monotonic()
-    report.effects_per_life, _ = one_life(lab, told, seed, 0, None)
+    (report.effects_per_life, report.differences_per_life), _ = one_life(lab, told, seed, 0, None)
     life_s = time.monotonic() - began
     report.problems += compare(lab, told)
     turn = 0

@@ -15,6 +15,7 @@ def test_kills_of_a_sealed_store_lose_no_snapshot_and_leave_nothing_plain(memory
     report = campaign(memory_directory / "sealed", kills=KILLS // 3, seed=8, is_sealed=True)
     assert report.problems == []
     assert report.acknowledged > 0
+    assert report.differences_per_life > 0
 
 
 @pytest.mark.long(14)
@@ -23,3 +24,4 @@ def test_kills_lose_no_acknowledged_snapshot_and_mix_none(memory_directory: Path
     report = campaign(memory_directory / "data", kills=KILLS, seed=7)
     assert report.problems == []
     assert report.acknowledged >= KILLS
+    assert report.differences_per_life > 0
