@@ -47,7 +47,7 @@ def demo(
     model: Annotated[
         str, option("A directory or name of an mlx-lm model, whose answers are shown and not judged.")
     ] = "",
-    out: Annotated[Path, option("The file of the picture.", file_okay=False)] = Path("out"),
+    out: Annotated[Path, option("The directory of the picture.", file_okay=False)] = Path("out"),
     quick: Annotated[bool, option("Shorter lives; the same steps.", "--quick")] = False,
     agent: Annotated[
         bool,
