@@ -9,11 +9,13 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvasir.clients.blob_memory import BlobMemory
 from kvasir.errors import KvasirError, ResourceExhausted, Unavailable
 from kvasir.syncing import sync
 
 READ_BACK_BYTES = 4 << 20  # pieces large enough for all cores to hash one
 NO_FILE = errno.ENXIO  # A name that something else has than a file. Opening a socket fails by itself.
+_memory = BlobMemory(8 * READ_BACK_BYTES)
 
 
 class Disk:
@@ -89,7 +91,7 @@ class Disk:
 
     def read_back(self, descriptor: int, size_bytes: int) -> Iterator[memoryview]:
         """The bytes of an open file of this size from its start, in pieces, each of which lasts until the next."""
-        buffer = memoryview(bytearray(min(READ_BACK_BYTES, size_bytes)))
+        buffer = _memory.take(READ_BACK_BYTES)[:size_bytes]
         offset = 0
         while buffer and (count := os.preadv(descriptor, [buffer], offset)):
             offset += count

@@ -1,6 +1,7 @@
 """Memory for blobs is used again only once no view of it is left, and never shows what was there before."""
 
 import random
+import resource
 import threading
 from collections.abc import Callable
 from itertools import pairwise
@@ -34,6 +35,16 @@ def test_equal_bytes_are_not_taken_for_the_same_memory() -> None:
     free = id(memory.take(MIB).obj)
     assert [id(memory.take(MIB).obj) for _ in range(3)] == [free] * 3
     assert id(held.obj) != free
+
+
+def test_new_memory_is_not_touched_before_somebody_writes_it() -> None:
+    """Whoever touches it does so under the interpreter's lock: 85 MB of a restore stopped an engine for 70 ms."""
+    memory = BlobMemory(512 * MIB)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    views = [memory.take(64 * MIB) for _ in range(4)]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 100
+    views[0][:] = bytes(64 * MIB)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before > 100, "such pages are counted here"
 
 
 def test_no_more_is_kept_than_the_room_for_it() -> None:
