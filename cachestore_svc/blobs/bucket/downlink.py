@@ -5,6 +5,7 @@ import re
 import select
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -87,7 +88,12 @@ class Downlink:
         except (OSError, ValueError) as error:  # or a certificate that obstore alone knows
             self._not_before = self._steady() + SILENCE_S
             raise NotPlain from error
-        made.settimeout(self._silence_s)
+        if isinstance(made, ssl.SSLSocket):
+            made.settimeout(self._silence_s)
+        else:  # the kernel waits for all bytes that a caller has room for: each return waits for the interpreter's lock
+            made.settimeout(None)
+            for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                made.setsockopt(socket.SOL_SOCKET, direction, _timeval(self._silence_s))
         return made
 
     def _head(self, connection: socket.socket) -> bytes:
@@ -129,23 +135,30 @@ class PlainObject:
         if head is None or len(lengths) != 1 or _OTHER_BODY.search(head[0]):
             raise NotPlain
         self._connection = connection
+        self._flags = 0 if isinstance(connection, ssl.SSLSocket) else socket.MSG_WAITALL
         self._name = name
         self._came = memoryview(came)[head.end() :]
         self.size_bytes = self.left_bytes = int(lengths[0])
         self.is_last = _LAST.search(head[0]) is not None or len(self._came) > self.size_bytes
 
     def read_into(self, room: memoryview) -> int:
-        """Receive the next bytes, as many as are there; 0 at the end. Raises NotPlain, and OSError for silence."""
+        """Receive the next bytes, as many as come within `silence_s`; 0 at the end. Raises NotPlain, and OSError for
+        silence."""
         room = room[: self.left_bytes]
         if count := min(len(room), len(self._came)):
             room[:count], self._came = self._came[:count], self._came[count:]
         elif room:
             with _plain(self._name):
-                count = self._connection.recv_into(room)
+                count = self._connection.recv_into(room, 0, self._flags)
             if not count:  # it was cut
                 raise NotPlain
         self.left_bytes -= count
         return count
+
+
+def _timeval(seconds: float) -> bytes:
+    whole, part = divmod(round(seconds * 1e6), 1_000_000)
+    return struct.pack("ll", whole, part)
 
 
 def _has_news(connection: socket.socket) -> bool:
@@ -163,7 +176,7 @@ def _request(address: SplitResult) -> bytes:
 def _plain(name: str) -> Iterator[None]:
     try:
         yield
-    except TimeoutError:
+    except (TimeoutError, BlockingIOError):
         raise lying("too slowly", name) from None
     except OSError as error:
         raise NotPlain from error

@@ -31,7 +31,7 @@ class Arriving(Protocol):
         """As the server names it."""
 
     def read_into(self, room: memoryview) -> int:
-        """Receive the next bytes, as many as are there: how many; 0 at the end."""
+        """Receive the next bytes, as many as come soon: how many; 0 at the end."""
 
 
 class Pieces:

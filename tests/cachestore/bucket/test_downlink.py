@@ -208,6 +208,41 @@ def test_a_head_or_a_body_that_drips_is_an_error_soon(
         assert not resting(bucket)
 
 
+def _in_pieces(client: socket.socket, pieces: int) -> None:
+    """Send the first so many of 16 pieces of an object, and then nothing."""
+    with client, suppress(OSError):
+        client.recv(1 << 16)
+        client.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(DATA))
+        for number in range(pieces):
+            client.sendall(DATA[number * len(DATA) // 16 : (number + 1) * len(DATA) // 16])
+            time.sleep(0.01)
+        client.recv(1)
+
+
+def test_an_object_that_comes_in_pieces_is_received_at_once(server: LyingServer) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=lambda: _in_pieces(listener.accept()[0], 16), daemon=True).start()
+        downlink = Downlink(lambda _: f"http://127.0.0.1:{listener.getsockname()[1]}/a?b", 5)
+        with downlink.coming("a") as coming:
+            room = memoryview(bytearray(len(DATA)))
+            with_head = coming.read_into(room) if coming._came else 0  # bytes that came with the answer's head
+            assert coming.read_into(room[with_head:]) == len(DATA) - with_head
+        assert bytes(room) == DATA
+
+
+def test_a_server_that_falls_silent_within_an_object_is_an_error(server: LyingServer) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=lambda: _in_pieces(listener.accept()[0], 8), daemon=True).start()
+        downlink = Downlink(lambda _: f"http://127.0.0.1:{listener.getsockname()[1]}/a?b", 0.5)
+        began = time.monotonic()
+        with downlink.coming("a") as coming:
+            while coming.left_bytes > len(DATA) // 2:
+                coming.read_into(memoryview(bytearray(coming.left_bytes)))
+            with pytest.raises(OSError, match="the bucket answered too slowly"):
+                coming.read_into(memoryview(bytearray(coming.left_bytes)))
+        assert time.monotonic() - began < 5
+
+
 def test_a_connection_that_rested_for_long_is_not_used(server: LyingServer) -> None:
     now = [0.0]
     downlink = Downlink(lambda name: f"http://127.0.0.1:{server.port}/bucket/{name}?", 5, lambda: now[0])
