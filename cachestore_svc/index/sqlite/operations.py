@@ -5,6 +5,7 @@ write are committed in groups. Where they run is a subclass's.
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -73,6 +74,12 @@ class Catalog:
     def write_later(self, namespace: str, work: Callable[[CatalogChange], Any]) -> "Future[Any]":
         """As `write`, without waiting. Nobody has to read the answer: facts may be lost, such as times of last use."""
         return self._submit(Operation(namespace, work, is_write=True))
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What this thread submits in the block begins to wait at one moment: one commit then has all of it."""
+        with self._guard:
+            yield
 
     def attend(self, begin: Callable[[CatalogChange], None], wake: Callable[[str], None]) -> None:
         """For a database of a server: `begin` is done first whenever it may be another server's than before. `wake` is

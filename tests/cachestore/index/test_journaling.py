@@ -4,18 +4,25 @@ import os
 import shutil
 import sqlite3
 import threading
+import time
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kvasir.errors import DataLoss, NotFound, Unavailable
 
 from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.core.early_commits import EarlyCommits
+from cachestore_svc.facts.records import BlobKind
 from cachestore_svc.index.sqlite.journaling.recording import Recorder
 from cachestore_svc.index.sqlite.operations import Operation
+from cachestore_svc.index.values import CommitTerms, Done
 from cachestore_svc.journal.journal_lines import Parsed
+from cachestore_svc.store.snapshots import EarlyCommit
 from cachestore_svc.store.store import Store
 from cachestore_svc.upkeep import collecting
-from tests.cachestore.core.lab import NS, Chance, Lab, publish, run_sql, upload
+from tests.cachestore.core.lab import NS, Chance, Lab, publish, run_sql, upload, write, write_all
 from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 JOURNAL = "journal"
@@ -58,6 +65,31 @@ def test_a_group_is_synced_before_it_is_committed_and_only_one_that_changes_agen
         assert set(disk.effects) == {"index: before commit", "index: after commit"}
         disk.effects.clear()
         store.snapshots.commit(NS, "a", content.manifest_digest, 0)
+        assert disk.effects == ["write", "fsync", "index: before commit", "index: after commit"]
+
+
+def test_a_commit_that_awaits_a_blob_is_in_the_transaction_that_lists_it(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late the thread is that submits both. Where the index was quicker, these were two, with a sync each."""
+    disk = OrderedDisk(lab.root / JOURNAL)
+    agent, listing = SyntheticAgent(SMALL, 1), EarlyCommits.listing
+
+    def late(*given: Any) -> None:
+        time.sleep(0.05)
+        listing(*given)
+
+    with lab.open(disk) as store:
+        publish(store, "a", agent.turn(30), 0)
+        content, answer = agent.turn(30), Future[Done]()
+        [tail] = content.new_blobs
+        write(store, content.manifest_digest, content.manifest_bytes, BlobKind.MANIFEST)
+        early = EarlyCommit(store.snapshots.known(NS, content.manifest_digest), [tail], answer)
+        store.snapshots.commit_early(NS, early, "a", content.manifest_digest, 1, CommitTerms())
+        monkeypatch.setattr(EarlyCommits, "listing", late)
+        disk.effects.clear()
+        write_all(store, content.new_blobs)
+        assert answer.result(10).snapshot.version == 2
         assert disk.effects == ["write", "fsync", "index: before commit", "index: after commit"]
 
 
