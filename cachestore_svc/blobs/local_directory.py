@@ -23,6 +23,7 @@ _BLOB_NAME = re.compile(r"[0-9a-f]{64}")
 _BLOB_NAMES = re.compile(r"(?:\n[0-9a-f]{64})*+")
 _ASIDE_NAME = re.compile(r"([0-9a-f]{64})\.aside-([0-9]{1,15})")
 _SHELF_NAME = re.compile(r"[0-9a-f]{2}")
+_ALL_SHELVES = [f"{number:02x}" for number in range(256)]
 _LOCKS = 1024
 # These errors last: the device lost the bytes, or something else lies where they should.
 _LASTING = (errno.EIO, errno.EISDIR, errno.ELOOP, NO_FILE, errno.ENODEV)
@@ -98,7 +99,9 @@ class LocalBlobs:
         return LocalPart(self._disk, self._disk.open_append(self._part_path(hash_)))
 
     def receive_files(self) -> None:
+        """Makes all shelves, too: no blob of a turn then waits for the sync of a new one's name."""
         self._make_durable(self._handed)
+        self.prepare(_ALL_SHELVES)
 
     def take(self, digest: Digest, token: str) -> "LocalPart":
         """The file gets the part's name first, which the program that wrote it does not know."""

@@ -135,6 +135,18 @@ def test_a_handed_file_is_synced_once_before_it_gets_its_name(lab: Lab, monkeypa
         assert steps == ["rename", "fsync", "rename"], "of the part's name, of its bytes, of the blob's name"
 
 
+def test_where_files_are_handed_over_no_blob_waits_for_a_new_directory(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    with lab.open() as store:
+        store.blobs.receive_files(NS)
+        _, token = handed_file(lab)
+        monkeypatch.setattr(Disk, "fsync_directory", lambda _, path: synced.append(path))
+        hand(store, DIGEST, token)
+        assert synced == [lab.file_of(DIGEST).parent]
+
+
 def test_a_handed_file_that_cannot_be_synced_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     sync, failing = Disk.fsync, threading.Event()
 
