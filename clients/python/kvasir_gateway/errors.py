@@ -202,12 +202,17 @@ def log_refusal(what: str, status: int, error: KvasirError, *, is_of_stranger: b
 
 def malformed(error: ValidationError) -> InvalidArgument:
     """The first of what a body's schema found, without the value: it may be somebody's text."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    field = _path(first["loc"]) or "body"
-    reason = {"extra_forbidden": "UNKNOWN_PARAMETER", "missing": "MISSING_PARAMETER"}.get(first["type"])
-    if first["type"] == "json_invalid":
-        return InvalidArgument(f"the body is no JSON: {first['msg']}", reason="INVALID_JSON")
-    return InvalidArgument.of(field, f"{first['msg']}", reason=reason)
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    if found[0]["type"] == "json_invalid":
+        return InvalidArgument(f"the body is no JSON: {found[0]['msg']}", reason="INVALID_JSON")
+    places = [_path(each["loc"]) for each in found]
+    # Only members of a union fail at one place, or one of them inside it: that one has the form that was meant.
+    inside = (f"{places[0]}.", f"{places[0]}[")
+    place = next((each for each in places if places[0] and each.startswith(inside)), places[0])
+    problems = [each for each, at in zip(found, places, strict=True) if at == place]
+    reason = {"extra_forbidden": "UNKNOWN_PARAMETER", "missing": "MISSING_PARAMETER"}.get(problems[0]["type"])
+    what = "; or: ".join(dict.fromkeys(each["msg"] for each in problems if place or each is problems[0]))
+    return InvalidArgument.of(place or "body", what, reason=reason)
 
 
 def _path(location: tuple[int | str, ...]) -> str:

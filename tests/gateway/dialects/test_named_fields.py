@@ -1,16 +1,20 @@
 """What the engine refuses is named as the caller's own API names it, where the caller wrote it."""
 
+import json
+import re
 from typing import Any
 
 import httpx2 as httpx
 import pytest
 from kvasir.errors import InvalidArgument
 from kvasir_gateway.anthropic_messages import MessagesRequest
-from kvasir_gateway.errors import api_of
+from kvasir_gateway.errors import api_of, malformed
 from kvasir_gateway.openai.chat import ChatRequest
+from kvasir_gateway.openai.completions import CompletionRequest
 from kvasir_gateway.openai.responses import ResponsesRequest
 from kvasir_gateway.reading.tolerance import Reading
 from kvasir_gateway.turn import Body
+from pydantic import BaseModel, ValidationError
 
 from tests.gateway.conftest import Front
 from tests.gateway.dialects.test_tolerance import CHAT, COMPLETIONS, HELLO, LEAST, MESSAGES, RESPONSES
@@ -83,3 +87,25 @@ def test_a_field_that_an_api_lacks_is_refused_by_the_name_that_the_caller_wrote(
         Reading(is_strict=True).check(kind.model_validate({**LEAST[path], field: ["x"]}))
     shown = api_of(path).in_its_words(refused.value)
     assert (shown.field, shown.message.partition(":")[0]) == (field, field)
+
+
+@pytest.mark.parametrize(
+    ("schema", "change", "refusal"),
+    [
+        (ChatRequest, {"stop": list("abcdefghijklmnopq")}, "stop: .* string; or: .* at most 16 items .*, not 17"),
+        (ChatRequest, {"stop": ["a", 1]}, r"stop\[1\]: .* string"),
+        (ChatRequest, {"speculation": -1}, "speculation: .* 'off' or 'auto'; or: .* greater than or equal to 0"),
+        (
+            ChatRequest,
+            {"messages": [*HELLO, {"role": "user", "content": ["x"]}]},
+            r"messages\[1\]\.content\[0\]: .* object",
+        ),
+        (CompletionRequest, {"prompt": {}}, "prompt: .* string; or: .* array"),
+    ],
+)
+def test_a_value_of_several_forms_is_refused_for_the_form_that_it_has(
+    schema: type[BaseModel], change: dict[str, Any], refusal: str
+) -> None:
+    with pytest.raises(ValidationError) as found:
+        schema.model_validate_json(json.dumps({"model": MODEL, "messages": HELLO, "prompt": "x", **change}))
+    assert re.fullmatch(refusal, malformed(found.value).message)
