@@ -102,6 +102,8 @@ def refused(constraint: Constraint, problem: str) -> InvalidArgument:
 
 
 def _shortened(problem: str) -> str:
+    if problem.startswith("NoExtensionBias"):  # llguidance's word for it
+        return "no reply fits it: it has no end, or it refers to itself alone"
     short = problem[problem.rfind("error: ") :].splitlines()[0] if "error: " in problem else problem
     return short[:_MAX_SHOWN_CHARS].replace("\n<non-verbose/>", "")
 

@@ -48,6 +48,7 @@ INVALID = (
     ("json_schema", '{"$ref": "http://127.0.0.1:9/schema.json"}'),
     ("json_schema", '{"$ref": "file:///etc/passwd"}'),
     ("json_schema", '{"type": "array", "uniqueItems": true}'),
+    ("json_schema", '{"$ref": "#"}'),
     ("regex", "(["),
     ("regex", "(" * 16_000),
     ("regex", "(?=a)b"),
@@ -310,6 +311,7 @@ def test_the_trial_refuses_what_compiling_refuses(loop: asyncio.AbstractEventLoo
             with pytest.raises(InvalidArgument) as refused:
                 await trial.check(Constraint(ConstraintKind(kind), text))
             assert (refused.value.field, refused.value.reason) == (kind, "FORMAT_INVALID")
+            assert "NoExtensionBias" not in refused.value.message
         await trial.close()
 
     loop.run_until_complete(ask())
