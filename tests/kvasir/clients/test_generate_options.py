@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import os
 from collections.abc import Iterator
 from concurrent import futures
 from dataclasses import fields
@@ -130,6 +131,15 @@ def test_two_lengths_and_unknown_names_are_refused() -> None:
         assert caught.value.field == "max_tokens"
         with pytest.raises(TypeError, match="max_token"):
             client.reply(prompt="x", max_token=3)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(("given", "field"), [("prompt", "request"), ("append_messages", "append_messages[0]")])
+def test_half_a_character_is_refused_in_plain_words(given: str, field: str) -> None:
+    text = os.fsdecode(b"\xff")  # as a terminal's bytes reach a program
+    asked = {given: text if given == "prompt" else [{"role": "user", "content": text}]}
+    with InferenceClient.connect("127.0.0.1:1") as client, pytest.raises(InvalidArgument) as caught:
+        client.reply(**asked)  # type: ignore[arg-type]
+    assert caught.value.message == f"{field}: a text or a name is not valid UTF-8"
 
 
 def test_generate_and_reply_take_the_same_in_both_clients() -> None:

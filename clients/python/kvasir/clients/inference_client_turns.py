@@ -12,7 +12,7 @@ from blake3 import blake3
 from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.clients.channel import Metadata, repeatable
 from kvasir.clients.generate_options import GenerateOptions, TemplateSetting, template_values
-from kvasir.clients.messages import GivenMessage, message_list
+from kvasir.clients.messages import GivenMessage, message_list, unheld
 from kvasir.common.v1 import message_pb2
 from kvasir.errors import Cancelled, DeadlineExceeded, Internal, InvalidArgument, KvasirError, Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
@@ -238,7 +238,7 @@ def _refusing() -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        raise InvalidArgument.of("request", f"{type(error).__name__}: {str(error)[:200]}") from None
+        raise InvalidArgument.of("request", unheld(error)) from None
 
 
 def _inputs(given: Input) -> dict[str, Prompt | list[message_pb2.Message]]:

@@ -48,8 +48,15 @@ def message_list(given: Sequence[GivenMessage], field_name: str) -> list[message
             field = f"{field_name}[{index}].{error.field}"
             raise InvalidArgument(f"{field_name}[{index}].{error.message}", field=field) from None
         except (TypeError, ValueError, AttributeError) as error:
-            raise InvalidArgument.of(f"{field_name}[{index}]", f"{type(error).__name__}: {str(error)[:200]}") from None
+            raise InvalidArgument.of(f"{field_name}[{index}]", unheld(error)) from None
     return found
+
+
+def unheld(error: Exception) -> str:
+    """Why a protobuf message does not hold a value."""
+    if isinstance(error, UnicodeError):
+        return "a text or a name is not valid UTF-8"
+    return f"{type(error).__name__}: {str(error)[:200]}"
 
 
 def text_of(said: message_pb2.Message) -> str:
