@@ -14,12 +14,15 @@ from typing import Any
 import kvasir.cli
 import kvasir_gateway.page
 import pytest
+from kvasir.cli import failures
+from kvasir.cli.caller import Caller
 from kvasir.cli.failures import WrongUsage
 from kvasir.cli.main import app
 from kvasir.cli.rows import counted
 from kvasir.cli.running.home import Home
 from kvasir.cli.showing import help_words
 from kvasir.cli.talking import chat
+from kvasir.errors import DataLoss, KvasirError, ResourceExhausted
 from typer.core import TyperArgument, TyperOption
 from typer.main import get_command
 
@@ -169,6 +172,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], int, str]] = {
     "a command that is none": (("agent", "ls"), 2, "Did you mean 'agents'? See `kvasir --help`."),
     "a version that is none": (("agents", "rollback", "ada", str(1 << 63)), 2, "is larger than"),
     "a label that is none": (("agents", "label", "ada", "red"), 2, "label: expected KEY=VALUE, got 'red'"),
+    "an agent without a name": (("chat", "", "--once", "hello"), 2, "AGENT: the name is empty"),
     "words without --once": (("chat", "ada", "What is my name?"), 2, "the message comes after --once"),
     "a page without a gateway": (("open",), 3, " up -d` starts one.\n"),
     "a late option": (("agents", "ls", "--home", "/tmp/x"), 2, "before the command: kvasir --home … agents ls"),
@@ -194,6 +198,20 @@ def test_a_refusal_names_what_is_wrong(refused: tuple[tuple[str, ...], int, str]
     words, code, told = refused
     ended = in_process("--home", tmp_path, *words)
     assert (ended.code, told in ended.err) == (code, True), ended.err
+
+
+@pytest.mark.parametrize(
+    ("refusal", "step"),
+    [
+        (DataLoss("the index is damaged; run: kvasir store recover", reason="INDEX_DAMAGED"), "run: {} store recover."),
+        (ResourceExhausted("KV memory", reason="MEMORY_EXCEEDED"), "`{} up --memory-gib GIB`"),
+    ],
+)
+def test_a_services_refusal_names_the_next_step_in_its_home(
+    refusal: KvasirError, step: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures.report(refusal, Caller(home=Home(tmp_path)))
+    assert step.format(f"kvasir --home {tmp_path}") in capsys.readouterr().err
 
 
 # Commands that start or run something, or whose own program looks at the data, and commands of this machine alone.

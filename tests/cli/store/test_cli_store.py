@@ -338,7 +338,7 @@ def test_recover_brings_a_lost_index_back(cli: Cli, stopped: Cli, tmp_path: Path
         path.unlink()
     refused = stopped("store", "check")
     assert refused.code == 4
-    assert "kvasir store recover" in refused.err
+    assert f"run: kvasir --home {stopped.home} store recover" in refused.err
     report = stopped.done("store", "recover", "--json").value
     assert report["is_complete"] is True
     assert report["namespaces"][0]["versions"] == 1

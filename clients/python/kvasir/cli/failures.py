@@ -71,6 +71,8 @@ HINTS_BY_REASON: dict[str, str] = {
     "is rebuilt by `kvasir store recover`.",
     "CANNOT_SEAL": "Stop a running store with `kvasir down`; see `kvasir keys --help`.",
     "CANNOT_RECOVER": "A running store is stopped by `kvasir down`.",
+    "MEMORY_EXCEEDED": "Request fewer tokens, or give the engine more: `kvasir up --memory-gib GIB`; `kvasir doctor` "
+    "shows how many agents of how many tokens fit.",
     "MODEL_NOT_LOADED": "`kvasir models load NAME` loads one.",
     "AGENT_EXISTS": "Choose another name.",
     "AGENT_PINNED": "`kvasir agents pin AGENT --off` ends that; --force deletes it all the same.",
@@ -203,6 +205,8 @@ def report(error: errors.KvasirError, caller: Caller) -> int:
             return exit_code(error)
         except OSError:  # a `kvasir up -d` that was ready is read by nobody, but its log is; or a full disk
             pass
-    line = " ".join(part for part in (f"kvasir: {error.message.rstrip('.')}.", hint(error, caller.home)) if part)
+    # A service does not know its home, for which the command is typed.
+    message = error.message.replace("run: kvasir ", f"run: {caller.home.command('')}").rstrip(".")
+    line = " ".join(part for part in (f"kvasir: {message}.", hint(error, caller.home)) if part)
     sys.stderr.write(visible(" ".join(line.split())) + "\n")
     return exit_code(error)

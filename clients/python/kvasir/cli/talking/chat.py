@@ -93,6 +93,8 @@ def chat(
     text = sys.stdin.read().strip() if once == "-" else once
     if once is not None and not (text or "").strip():
         raise failures.WrongUsage.of("--once", "the message is empty")
+    if not agent:
+        raise failures.WrongUsage.of("AGENT", "the name is empty")
     if within is not None and once is None:
         raise failures.WrongUsage.of("--within", "it limits one turn: use it with --once")
     of_turn = options.of_turn()
