@@ -115,8 +115,9 @@ def _files(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
     for digest in digests:
         size = core.blobs.of(namespace).size_bytes(digest.hash)
         if size != digest.size_bytes and _has_wrong_size(core, namespace, digest, repair):
-            problem = "MISSING_FILE" if size is None else "WRONG_SIZE"
-            yield Finding(problem, namespace, f"{digest.hash}: expected {digest.size_bytes}, found {size}", repair)
+            problem, found = ("MISSING_FILE", "none") if size is None else ("WRONG_SIZE", str(size))
+            detail = f"{digest.hash}: expected {digest.size_bytes} bytes, found {found}"
+            yield Finding(problem, namespace, detail, repair)
 
 
 def _is_orphan(core: Core, namespace: str, hash_: str, repair: bool) -> bool:

@@ -282,6 +282,8 @@ def test_check_walks_files_both_ways_and_repairs_them(lab: Lab, store: Store) ->
     missing.unlink()
     whole = gone_bad.read_bytes()
     short.write_bytes(short.read_bytes()[:-1])
+    details = [finding.detail for finding in store.care.check().findings]
+    assert [each for each in details if each.startswith(missing.name) and each.endswith(" bytes, found none")]
     found = sorted((finding.problem, finding.detail[:64]) for finding in store.care.check().findings)
     assert found == sorted(
         [
