@@ -10,6 +10,7 @@ from kvasir.waits import uptime_s
 from inference_svc.config import EngineSettings
 from inference_svc.engine.engine import Engine
 from inference_svc.kv.policy import PolicyRequest
+from inference_svc.memory.costs_file import CostsFile
 from inference_svc.memory.lines.line_parts import LineParts
 from inference_svc.memory.lines.lines import Lines
 from inference_svc.memory.publishing.copies import Copies
@@ -74,11 +75,12 @@ async def open_served(
     on_deleted, limits = woken.returns.forget, settings.publishing
     line_parts = LineParts(engine, copies, limits, stats, owner, clock, uptime_s, now_ms, on_deleted)
     lines = {namespace: Lines(namespace, store, line_parts) for namespace, store in stores.items()}
+    costs_file = await asyncio.to_thread(_known_costs, engine, shared)
     parts = EngineParts(
         engine,
         prompting,
         Recall(engine, lines),
-        ReusePlanner(engine, prompting, stores, RestoreCosts(clock)),
+        ReusePlanner(engine, prompting, stores, costs_file.costs),
         copies,
         stores,
         settings.turn_limits,
@@ -94,6 +96,7 @@ async def open_served(
     embedder = TurnEmbedder(engine, prompting, Pooling(settings.embedding_pooling), admission, stats)
     grace_s = settings.stop_grace_s
     served = ServedModel(name, engine, prompting, turns, lines, line_parts, grace_s, check, embedder, woken)
+    served.tasks.append(asyncio.create_task(costs_file.keep()))
     served.warm_up_while_idle(clock)
     own_turns = OwnTurns(turns, parts.recall.is_wanted, lambda: not embedder.is_idle)
     _begin_own_turns(served, settings, WakingParts(own_turns, engine, stores, woken, stats, clock), now_ms)
@@ -110,6 +113,14 @@ def _begin_own_turns(
         model = parts.engine.model
         idle = IdleAgents(parts.turns, parts.stores, model.kv_identity_hash, settings.asleep_after_s, now_ms)
         served.tasks.append(asyncio.create_task(idle.run()))
+
+
+def _known_costs(engine: Engine, shared: ModelsParts) -> CostsFile:
+    """With the costs that an engine of this model and device learned before."""
+    conditions = f"{engine.model.kv_identity_hash} {engine.device}"
+    file = CostsFile(shared.settings.state_dir, conditions, RestoreCosts(shared.clock), shared.now_ms)
+    file.read()
+    return file
 
 
 def _least_gap_s(settings: EngineSettings) -> float:

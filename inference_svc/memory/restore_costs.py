@@ -1,9 +1,14 @@
-"""Whether KV is restored from a store or computed: whichever earlier turns took less time for. Until both are known,
-for a small memory, and where a source was long not read (it may be faster now), KV is restored. Pure.
+"""Whether KV is restored from a store or computed: whichever earlier turns took less time for, those before a restart
+too (`costs_file.py`). Until both are known, for a small memory, and where a source was long not read (it may be faster
+now), KV is restored. Pure.
 """
 
-from collections.abc import Callable, Hashable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from kvasir.formats.blob_place import namespace_place
 
 from inference_svc.memory.outcomes import Miss, MissReason
 
@@ -19,11 +24,18 @@ _OLDER_WEIGHT = 0.7  # of older findings, when there is news
 class LearnedCost:
     """Seconds as two numbers, not negative, times known sizes: least squares, where newer measurements count more."""
 
-    _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
+    sums: list[float] = field(default_factory=lambda: [0.0] * 5)
+
+    @classmethod
+    def of(cls, sums: Sequence[Any]) -> "LearnedCost":
+        """The cost with these sums. Raises ValueError for values that no sum has."""
+        if len(sums) != len(cls().sums) or not all(map(_is_sum, sums)):
+            raise ValueError(f"expected five sums, got {sums!r:.100}")
+        return cls([float(each) for each in sums])
 
     def learn(self, first: float, second: float, seconds: float) -> None:
         news = (first * first, first * second, second * second, first * seconds, second * seconds)
-        self._sums = [_OLDER_WEIGHT * old + new for old, new in zip(self._sums, news, strict=True)]
+        self.sums = [_OLDER_WEIGHT * old + new for old, new in zip(self.sums, news, strict=True)]
 
     def estimate(self, first: float, second: float) -> float | None:
         """Seconds for these sizes; None while nothing was learned."""
@@ -32,7 +44,7 @@ class LearnedCost:
 
     def _parts(self) -> tuple[float, float]:
         """Of the fits without a negative part the best one. The first size alone, where only one is known."""
-        aa, ab, bb, at, bt = self._sums
+        aa, ab, bb, at, bt = self.sums
         determinant = aa * bb - ab * ab
         fits = [(at / aa if aa else 0.0, 0.0), (0.0, bt / bb if bb else 0.0)]
         if determinant > 1e-6 * aa * bb:
@@ -45,21 +57,45 @@ class LearnedCost:
 class RestoreCosts:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
+        self.learned = 0  # measurements, since the start
         self._computing = LearnedCost()
-        self._restoring: dict[Hashable, tuple[LearnedCost, float]] = {}  # by source, and when it was learned
+        # By the source's place, because a file shows no name of a namespace, and when it was learned.
+        self._restoring: dict[str, tuple[LearnedCost, float]] = {}
+
+    def kept(self) -> dict[str, Any]:
+        """All costs, for `begin_with` after a restart: sums, and the seconds since each source was read."""
+        now_s, known = self._clock(), list(self._restoring.items())  # at once: another thread may learn
+        restoring = {place: [cost.sums, now_s - at_s] for place, (cost, at_s) in known}
+        return {"computing": self._computing.sums, "restoring": restoring}
+
+    def begin_with(self, kept: Mapping[str, Any], since_s: float) -> None:
+        """Begin with the costs that an engine kept so many seconds ago. Raises ValueError for anything else; then
+        nothing has changed.
+        """
+        try:
+            computing, now_s = LearnedCost.of(kept["computing"]), self._clock()
+            restoring = {
+                str(place): (LearnedCost.of(sums), now_s - _seconds(age_s) - since_s)
+                for place, (sums, age_s) in kept["restoring"].items()
+            }
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+        self._computing, self._restoring = computing, restoring
 
     def computed(self, start: int, stop: int, seconds: float) -> None:
         """Tokens [start, stop) of a prompt were computed in so many seconds."""
         if stop - start >= LEAST_TOKENS:
+            self.learned += 1
             self._computing.learn(stop - start, _depth(start, stop), seconds)
 
-    def restored(self, source: Hashable, size_bytes: int, seconds: float) -> None:
+    def restored(self, source: str, size_bytes: int, seconds: float) -> None:
         if size_bytes >= LEAST_BYTES:
             cost = self._known(source) or LearnedCost()
             cost.learn(size_bytes, 1.0, seconds)
-            self._restoring[source] = cost, self._clock()
+            self.learned += 1
+            self._restoring[namespace_place(source)] = cost, self._clock()
 
-    def reason_to_compute(self, source: Hashable, tokens: int, size_bytes: int) -> Miss | None:
+    def reason_to_compute(self, source: str, tokens: int, size_bytes: int) -> Miss | None:
         """Why a prompt's first tokens should be computed, though the source has them; None: restore them."""
         cost = self._known(source)
         if cost is None or size_bytes < LEAST_BYTES:
@@ -70,9 +106,19 @@ class RestoreCosts:
         expected = f"restoring {tokens} tokens was expected to take {1e3 * restore_s:.0f} ms"
         return Miss(MissReason.COMPUTED, f"{expected}, computing them {1e3 * compute_s:.0f} ms")
 
-    def _known(self, source: Hashable) -> LearnedCost | None:
-        cost, learned_s = self._restoring.get(source, (None, 0.0))
+    def _known(self, source: str) -> LearnedCost | None:
+        cost, learned_s = self._restoring.get(namespace_place(source), (None, 0.0))
         return cost if self._clock() - learned_s < FORGOTTEN_S else None
+
+
+def _is_sum(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+
+
+def _seconds(value: Any) -> float:
+    if not _is_sum(value):
+        raise ValueError(f"expected seconds, got {value!r:.100}")
+    return float(value)
 
 
 def _depth(start: int, stop: int) -> float:

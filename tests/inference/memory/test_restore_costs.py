@@ -1,11 +1,17 @@
 """Restored or computed: the cheaper way by what was measured, and a steady answer while nothing changes."""
 
+import asyncio
+import json
+import math
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from inference_svc.memory.costs_file import CostsFile
 from inference_svc.memory.outcomes import MissReason
 from inference_svc.memory.restore_costs import FORGOTTEN_S, LEAST_BYTES, MARGIN, LearnedCost, RestoreCosts
 
@@ -57,6 +63,148 @@ def test_before_both_are_known_everything_is_restored(world: World, tokens: int)
     world.costs.computed(0, 8_192, 1e-6)
     assert world.computes(tokens) is (tokens * TOKEN_BYTES >= LEAST_BYTES)
     assert world.costs.reason_to_compute("another store", tokens, tokens * TOKEN_BYTES) is None
+
+
+@given(WORLDS, st.lists(LENGTHS, max_size=4), st.lists(LENGTHS, max_size=4), st.floats(0, 2 * FORGOTTEN_S), LENGTHS)
+def test_a_restarted_engine_chooses_as_the_one_before_it_would(
+    world: World, restored: list[int], computed: list[int], away_s: float, tokens: int
+) -> None:
+    for each in restored:
+        world.costs.restored("store", each * TOKEN_BYTES, world.restore_s(each))
+        world.now += 1
+    for each in computed:
+        world.costs.computed(0, each, world.compute_s(0, each))
+    restarted = RestoreCosts(lambda: world.now)  # its clock stands where the other's stood, and begins there
+    restarted.begin_with(json.loads(json.dumps(world.costs.kept())), away_s)
+    asked = "store", tokens, tokens * TOKEN_BYTES
+    found = restarted.reason_to_compute(*asked)
+    world.now += away_s
+    assert found == world.costs.reason_to_compute(*asked)
+
+
+def test_of_agents_that_come_at_once_after_a_restart_none_waits_for_a_slow_link() -> None:
+    slow = h200(1.25e8)
+    slow.turn(8_192)
+    slow.costs.computed(0, 8_192, slow.compute_s(0, 8_192))
+    kept, slow.costs = slow.costs.kept(), RestoreCosts(lambda: slow.now)
+    assert not slow.computes(2_048)
+    slow.costs.begin_with(kept, 9.0)
+    assert [slow.computes(2_048) for _ in range(64)] == [True] * 64
+    fast = h200()
+    fast.turn(8_192)
+    fast.costs.computed(0, 8_192, fast.compute_s(0, 8_192))
+    kept, fast.costs = fast.costs.kept(), RestoreCosts(lambda: fast.now)
+    fast.costs.begin_with(kept, 9.0)
+    assert not fast.computes(2_048)
+
+
+GOOD: dict[str, Any] = {"computing": [1, 2.0, 3, 4, 5], "restoring": {"ab": [[1, 2, 3, 4, 5], 9.0]}}
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        None,
+        [],
+        {},
+        {**GOOD, "computing": [1, 2, 3, 4]},
+        {**GOOD, "computing": [1, 2, 3, 4, "5"]},
+        {**GOOD, "computing": [1, 2, 3, 4, -5]},
+        {**GOOD, "computing": [1, 2, 3, 4, math.nan]},
+        {**GOOD, "restoring": [1]},
+        {**GOOD, "restoring": {"ab": [1, 2, 3, 4, 5]}},
+        {**GOOD, "restoring": {"ab": [[1, 2, 3, 4, 5], -1]}},
+        {**GOOD, "restoring": {"ab": [[1, 2, 3, 4, math.inf], 9]}},
+    ],
+)
+def test_costs_that_no_engine_kept_are_not_believed(damaged: Any) -> None:
+    costs = RestoreCosts(lambda: 1_000.0)
+    costs.begin_with(GOOD, 1.0)
+    before = costs.kept()
+    with pytest.raises(ValueError):
+        costs.begin_with(damaged, 1.0)
+    assert costs.kept() == before
+
+
+class Files:
+    """Restarts of an engine, in a state directory."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self.state_dir, self.now_ms = state_dir, 5_000_000
+
+    def start(self, conditions: str = "llama cuda") -> CostsFile:
+        file = CostsFile(self.state_dir, conditions, RestoreCosts(lambda: 1_000.0), lambda: self.now_ms)
+        file.read()
+        return file
+
+    @staticmethod
+    def knows(file: CostsFile) -> bool:
+        return file.costs.reason_to_compute("a namespace", 2_048, 2_048 * TOKEN_BYTES) is not None
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    files = Files(tmp_path)
+    file = files.start()
+    assert not files.knows(file)
+    file.costs.restored("a namespace", 2_048 * TOKEN_BYTES, 9.0)
+    file.costs.computed(0, 2_048, 0.1)
+    file.write()
+    return files
+
+
+def test_costs_are_known_again_on_the_same_device_with_the_same_model_alone(files: Files) -> None:
+    assert files.knows(files.start())
+    assert not files.knows(files.start("llama cpu"))
+    files.now_ms += round(FORGOTTEN_S * 1e3)
+    assert not files.knows(files.start()), "the store may be faster by now"
+
+
+def test_a_file_of_a_later_time_than_now_is_not_believed(files: Files) -> None:
+    files.now_ms -= 1
+    assert not files.knows(files.start())
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"conditions": "llama cuda", "unix_ms": "x"}', "null", "\udc80"])
+def test_a_damaged_file_is_replaced_by_the_next_costs(files: Files, text: str) -> None:
+    (path,) = files.state_dir.iterdir()
+    path.write_text(text, errors="surrogateescape")
+    file = files.start()
+    assert not files.knows(file)
+    file.costs.restored("a namespace", 2_048 * TOKEN_BYTES, 9.0)
+    file.costs.computed(0, 2_048, 0.1)
+    file.write()
+    assert files.knows(files.start())
+
+
+def test_a_file_that_cannot_be_written_fails_nothing(files: Files) -> None:
+    file = files.start()
+    file.costs.computed(0, 2_048, 0.1)
+    (path,) = files.state_dir.iterdir()
+    path.unlink()
+    path.mkdir()
+    file.write()
+    assert not files.knows(files.start())
+
+
+def test_a_file_shows_no_namespace_and_nobody_else_may_read_it(files: Files) -> None:
+    (path,) = files.state_dir.iterdir()
+    assert "a namespace" not in path.read_text()
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_an_end_keeps_the_newest_costs(files: Files) -> None:
+    async def life() -> None:
+        file = files.start("another")
+        keeping = asyncio.create_task(file.keep())
+        await asyncio.sleep(0)
+        file.costs.restored("a namespace", 2_048 * TOKEN_BYTES, 9.0)
+        file.costs.computed(0, 2_048, 0.1)
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+
+    asyncio.run(life())
+    assert files.knows(files.start("another"))
 
 
 @given(WORLDS, st.lists(LENGTHS, min_size=2, max_size=6, unique=True), LENGTHS)

@@ -1,5 +1,6 @@
 """A prefix that comes from the store more slowly than it is computed: computed, with the reason, and the same reply."""
 
+import json
 import random
 import time
 from pathlib import Path
@@ -30,7 +31,13 @@ def slower_than(computed_s: float) -> float:
     return min(1_000_000, SHARED_BYTES / (10 * computed_s))
 
 
-@pytest.mark.long(9)
+def wait_until_known(file: Path) -> None:
+    """Until the engine has written the cost of a restore."""
+    while not file.exists() or not json.loads(file.read_text())["costs"]["restoring"]:
+        time.sleep(0.1)
+
+
+@pytest.mark.long(16)
 def test_behind_a_slow_link_a_common_prefix_is_computed_and_an_agents_own_memory_is_restored(tmp_path: Path) -> None:
     house = House(tmp_path, write_model(tmp_path / "wide", WIDE))
     store_socket = Path(house.store.address.removeprefix("unix:"))
@@ -50,6 +57,11 @@ def test_behind_a_slow_link_a_common_prefix_is_computed_and_an_agents_own_memory
             link.bytes_per_s = slower_than(time.monotonic() - began)
             restored = client.reply(agent_id="one", prompt=prompt(1), sampling=GREEDY)
             computed = client.reply(agent_id="two", prompt=prompt(2), sampling=GREEDY)
+        wait_until_known(tmp_path / "state" / "restore-costs.json")
+        house.engine.kill()
+        house.engine.start()
+        with house.client() as client:
+            at_once = client.reply(agent_id="three", prompt=prompt(1), sampling=GREEDY)
             link.bytes_per_s = None  # the engine does not know it
             own = client.reply(agent_id="giver 2", prompt=prompt(2) + second.text + "Go on.", sampling=GREEDY)
             [counted] = client.get_stats().namespaces
@@ -57,7 +69,9 @@ def test_behind_a_slow_link_a_common_prefix_is_computed_and_an_agents_own_memory
         assert (computed.started.source, computed.started.cached_tokens) == (pb.CACHE_SOURCE_COLD, 0)
         assert computed.started.miss == pb.MISS_REASON_COMPUTED
         assert "restoring 1024 tokens was expected to take" in computed.started.reason
-        assert (restored.token_ids, computed.token_ids) == (first.token_ids, second.token_ids)
+        assert at_once.started.miss == pb.MISS_REASON_COMPUTED, "a restart forgets nothing"
+        replies = [each.token_ids for each in (restored, computed, at_once)]
+        assert replies == [each.token_ids for each in (first, second, first)]
         assert own.started.source == pb.CACHE_SOURCE_WARM, "tokens of its reply would get other bits"
         assert counted.misses["computed"] == 1
     finally:

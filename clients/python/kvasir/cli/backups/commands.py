@@ -28,8 +28,9 @@ from kvasir.errors import DataLoss, FailedPrecondition, NotFound, Unavailable
 from kvasir.syncing import sync_directory
 
 # Of a home: what only a running group needs, what was logged, where backups lie, and what opens sealed namespaces; and
-# the engine's name for leases, which no copy may have.
-_LEFT_OUT = ("run", "logs", "audit", "prove", "store", "seal.key", "engine/lease-owner", FILE, f"{FILE}.new")
+# the engine's name for leases, which no copy may have, and this machine's speed.
+_OF_THIS_ENGINE = ("engine/lease-owner", "engine/restore-costs.json", "engine/restore-costs.json.new")
+_LEFT_OUT = ("run", "logs", "audit", "prove", "store", "seal.key", *_OF_THIS_ENGINE, FILE, f"{FILE}.new")
 # Of the store: its blobs, whose names never change their bytes; the records of keys; the marks of sealed namespaces.
 _BLOB = re.compile(r"store/namespaces/[0-9a-f]{32}/blobs/[0-9a-f]{2}/([0-9a-f]{64})")
 _OF_STORE = re.compile(rf"{_BLOB.pattern}|store/keys/[0-9a-f]{{32}}(\.copy)?|store/namespaces/[0-9a-f]{{32}}/sealed")
