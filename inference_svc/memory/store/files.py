@@ -19,13 +19,22 @@ from kvasir.formats.digest import Digest
 from kvasir.server.shared_room import SharedRoom
 from kvasir.waits import SOON_S
 
+from inference_svc.model.device_memory import machine_bytes
+
 # BLAKE3 is a thread's work at 4 GB/s. More threads than these are faster than memory is.
 _THREADS = min(8, os.cpu_count() or 1)
 # Files that a turn has read ahead of the one that is wanted next. So many turns share the threads as the room for bytes
 # that become KV allows.
 _AHEAD = 2 * _THREADS
-_memory = BlobMemory(256 << 20)
+# A large restore has 512 MiB under way where a device takes them by copies, else 280. Memory that is not kept is filled
+# with zeros each time, under the interpreter's lock: 1.8 ms a block of 9 MB.
+_KEPT_BYTES, _MOST_KEPT_BYTES, _KEPT_PART = 256 << 20, 512 << 20, 256
 _EXPECTED_PART = 8  # of the room for bytes that become KV: so much is read before a plan wants it
+
+
+def kept_bytes(machine_bytes: int) -> int:
+    """Memory for files that an engine keeps for the next ones, of a machine with so much."""
+    return min(max(_KEPT_BYTES, machine_bytes // _KEPT_PART), _MOST_KEPT_BYTES)
 
 
 class StoreFiles:
@@ -33,6 +42,7 @@ class StoreFiles:
         self._data_dir = data_dir
         self._namespace = namespace
         self.handed = HandedFiles(data_dir, namespace)
+        self._memory = _memory()
         # Reading, and the call that gives its room back.
         self._expected: dict[Digest, tuple[asyncio.Future[memoryview | None], Callable[[], None]]] = {}
 
@@ -92,12 +102,17 @@ class StoreFiles:
                     return None
                 if status.st_size != digest.size_bytes:
                     return None
-                data = _memory.take(digest.size_bytes)
+                data = self._memory.take(digest.size_bytes)
                 if file.readinto(data) != digest.size_bytes:
                     return None
         except OSError:
             return None
         return data.toreadonly() if Digest.of(data) == digest else None
+
+
+@cache
+def _memory() -> BlobMemory:
+    return BlobMemory(kept_bytes(machine_bytes()))
 
 
 @cache

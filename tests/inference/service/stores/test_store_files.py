@@ -18,8 +18,9 @@ from kvasir.server.shared_room import SharedRoom
 from inference_svc.memory.outcomes import MissReason
 from inference_svc.memory.store import files as reads
 from inference_svc.memory.store.connection import StoreClients
-from inference_svc.memory.store.files import StoreFiles
+from inference_svc.memory.store.files import StoreFiles, kept_bytes
 from inference_svc.memory.store.patience import Budget
+from inference_svc.memory.store.reading import MOST_BYTES
 from inference_svc.memory.store.remote_cache import RemoteCache
 from tests.cachestore.service.running import RunningStore, publish, store_home
 from tests.made_models.synthetic import SMALL, SyntheticAgent
@@ -103,6 +104,12 @@ def test_memory_of_a_file_is_used_again_once_nothing_refers_to_its_bytes(store: 
     del rows
     again = files.read(first)
     assert np.frombuffer(again or b"", np.uint16)[8:].ctypes.data == address
+
+
+def test_a_large_machine_keeps_the_memory_of_a_whole_restore_and_a_small_one_no_more_than_a_little() -> None:
+    gib = 1 << 30
+    assert kept_bytes(128 * gib) == kept_bytes(2_048 * gib) == MOST_BYTES
+    assert [kept_bytes(size * gib) >> 20 for size in (8, 64, 96)] == [256, 256, 384]
 
 
 async def until_read(files: StoreFiles) -> None:
