@@ -28,7 +28,7 @@ from inference_svc.kv.page import PageFormat
 from inference_svc.kv.pages.groups import groups_of
 from inference_svc.kv.policy import Rung, policy_of
 
-Wanted: TypeAlias = Literal["auto", "layers", "reference"]
+Wanted: TypeAlias = Literal["auto", "reference"]
 
 REFERENCE = "reference (MLX operations)"
 NAMES = {None: REFERENCE, Dialect.CUDA: "fused (CUDA)", Dialect.METAL: "fused (Metal)"}
@@ -62,7 +62,6 @@ class KernelChoice:
 
     def __init__(self, wanted: Wanted = "auto") -> None:
         self._dialect = None if wanted == "reference" else device_dialect()
-        self._wants_layers = wanted == "layers"
         self._found: dict[tuple[PageFormat, mx.Dtype], str] = {}
         self._windows: set[tuple[PageFormat, mx.Dtype]] = set()  # for which windows' kernel is right
         self._failures: list[str] = []
@@ -113,9 +112,9 @@ class KernelChoice:
 
     def takes_layers(self) -> bool:
         """Whether one kernel computes a block of a model whole, for few rows and packed weights: called where
-        `joins_steps` was true. Only where it is asked for: no card has run its present form.
+        `joins_steps` was true.
         """
-        return self._wants_layers and not self._recorded("whole layers", why_wrong_layers, _FEW_ROWS)
+        return not self._recorded("whole layers", why_wrong_layers, _FEW_ROWS)
 
     def chosen(self, identity: identity_pb2.KvIdentity, dtype: mx.Dtype, *, reads_pages: bool) -> Chosen:
         """The implementations for the model with this identity, which computes in a type."""

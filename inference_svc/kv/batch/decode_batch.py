@@ -28,6 +28,7 @@ _WINDOW_ROWS = 256  # of a pass over windows of masks at most: a cell's, so that
 _SCORE_SHARE = 16  # a row has at least so many values of K and V for each of its scores
 _LEAST_DRAFTED_ROWS = 4  # of a pass with drafts, or this doubled: few numbers, because each has a graph of its own
 _MOST_DOUBLED_ROWS = 64  # of a step on CUDA, where its products read the weights once; beyond, multiples of a half
+_HOST_BYTES = 8  # MLX 0.32 has smaller arrays of CUDA in the host's memory, where each kernel waits for them
 
 
 class DecodeBatch:
@@ -233,6 +234,8 @@ class DecodeBatch:
         *block_tables: mx.array,
     ) -> mx.array:
         """A step as a function of arrays. MLX calls it once for each number of rows and width of tables."""
+        if self._pool.dialect is Dialect.CUDA and offsets.nbytes <= _HOST_BYTES:
+            offsets = mx.concatenate([offsets] * _HOST_BYTES)[: offsets.shape[0]]
         for layer in self._fused.values():
             layer.begin(PassArrays(offsets, offsets, block_tables, pages, order))
         return self._logits(tokens)

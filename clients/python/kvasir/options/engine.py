@@ -209,11 +209,10 @@ class EngineModels(Table):
         "On a GPU, make each reply's tokens independent, bit for bit, of the turns beside it: each pass decodes 16 "
         "rows, some of them empty. On a CPU they always are.",
     )
-    kernels: Literal["auto", "layers", "reference"] = option(
+    kernels: Literal["auto", "reference"] = option(
         "auto",
         "Kernels for attention, new KV and products of a few rows on a GPU. auto: those whose results are correct in "
-        "a check at start, else MLX's own operations. layers: beside them, on CUDA and with 4-bit weights, one kernel "
-        "for a whole layer, not yet measured. reference: always MLX's operations.",
+        "a check at start, else MLX's own operations. reference: always MLX's operations.",
         up="kernels",
     )
     embeddings: str = option(

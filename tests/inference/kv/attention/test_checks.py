@@ -202,8 +202,11 @@ def test_a_choice_of_the_reference_takes_no_kernel(monkeypatch: pytest.MonkeyPat
     assert not KernelChoice("reference").takes_few_rows()
 
 
-def test_whole_layers_need_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_layers_are_taken_where_their_check_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "device_dialect", lambda: Dialect.CUDA)
     monkeypatch.setattr(choice, "why_wrong_layers", lambda: "")
-    assert KernelChoice("layers").takes_layers()
-    assert not KernelChoice().takes_layers()
+    assert KernelChoice().takes_layers()
+    monkeypatch.setattr(choice, "why_wrong_layers", lambda: "a sum differs")
+    kernels = KernelChoice()
+    assert not kernels.takes_layers()
+    assert kernels.has_failed

@@ -70,7 +70,8 @@ def test_a_models_layers_are_one_kernel_each_and_its_logits_and_pages_stay_near(
     """Tokens that are tried ahead are several rows of one sequence: each sees those before it, of the same step."""
     found, pages, launched = steps(True, sequences, monkeypatch, tried)
     right, right_pages, none = steps(False, sequences, monkeypatch, tried)
-    assert (launched, none) == (4, 0)
+    traced = 1 if mx.default_device() == mx.gpu else 2  # a GPU's second step replays the first one's graph
+    assert (launched, none) == (2 * traced, 0)
     assert all(are_near(*pair, 0.02) for pair in zip(found, right, strict=True))
     other = sum(int((one != two).sum().item()) for one, two in zip(pages, right_pages, strict=True))
     assert other < 100, "units of rows that were rounded otherwise"
