@@ -224,6 +224,10 @@ class TurnFlow:
 def _check_readable(request: TurnRequest, found: Recollection) -> None:
     if (found.head is None and found.kv_from is not Source.HOT) or found.is_unread:
         why = found.miss.detail if found.miss else ""
+        if found.is_unread and found.miss is not None and not found.miss.is_store_away:  # no retry reads it
+            problem = f"the agent's memory cannot be read ({why}); roll back, or send all its messages"
+            metadata = {"agent_id": request.agent_id}
+            raise errors.FailedPrecondition(problem, reason="MEMORY_DAMAGED", metadata=metadata)
         raise _not_warmed(request, "MEMORY_UNREADABLE", f"the agent's memory cannot be read now ({why})")
 
 

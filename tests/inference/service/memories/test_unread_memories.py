@@ -118,9 +118,10 @@ def test_a_damaged_manifest_is_not_written_over_unless_that_is_asked_for(house: 
         assert beside.started.continuation == pb.CONTINUATION_BRANCHED
         assert (beside.finished.snapshot.state, beside.finished.snapshot.version) == (pb.SNAPSHOT_STATE_NONE, 1)
         assert "cannot be read" in beside.finished.snapshot.reason
-        with pytest.raises(errors.Unavailable) as ahead:
-            client.warm(agent_id="mia", prompt="Once upon a time")
-        assert ahead.value.reason == "MEMORY_UNREADABLE"
+        for ahead in (lambda: client.warm(agent_id="mia", prompt="Once upon a time"), lambda: client.sleep("mia")):
+            with pytest.raises(errors.FailedPrecondition) as refused:  # a caller that retries would never end
+                ahead()
+            assert refused.value.reason == "MEMORY_DAMAGED"
         assert versions(store, "mia") == [1]
         instead = client.reply(**whole, replace_memory=True)  # type: ignore[arg-type]
         assert (instead.started.continuation, instead.finished.snapshot.version) == (pb.CONTINUATION_REPLACED, 2)
