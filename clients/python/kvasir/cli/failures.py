@@ -48,7 +48,7 @@ HINTS: dict[type[errors.KvasirError], str] = {
     errors.Unavailable: "Is it running? Start it with `kvasir up`, or name it: --engine or --address (the store), and "
     "--token-file.",
     errors.DeadlineExceeded: "Try again, or look at `kvasir doctor`.",
-    errors.Unauthenticated: "Name a token file with --token-file.",
+    errors.Unauthenticated: "Name a token file with --token-file; a new token counts after `kvasir reload`.",
     errors.PermissionDenied: "Use a credential that has the role.",
     errors.DataLoss: "Run `kvasir store scrub` to find all that is damaged; an engine computes damaged blocks again.",
     errors.Conflict: "Look at `kvasir agents history`, then try again.",
@@ -71,6 +71,8 @@ HINTS_BY_REASON: dict[str, str] = {
     "is rebuilt by `kvasir store recover`.",
     "CANNOT_SEAL": "Stop a running store with `kvasir down`; see `kvasir keys --help`.",
     "CANNOT_RECOVER": "A running store is stopped by `kvasir down`.",
+    "MEMORY_DAMAGED": "`kvasir agents history AGENT` lists the versions, and `kvasir agents rollback AGENT VERSION` "
+    "makes an older one the newest.",
     "MEMORY_EXCEEDED": "Request fewer tokens, or give the engine more: `kvasir up --memory-gib GIB`; `kvasir doctor` "
     "shows how many agents of how many tokens fit.",
     "MODEL_NOT_LOADED": "`kvasir models load NAME` loads one.",
