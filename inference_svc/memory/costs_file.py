@@ -37,7 +37,7 @@ class CostsFile:
                 self.costs.begin_with(found["costs"], since_ms / 1e3)
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             _LOG.warning("restore_costs.unreadable", file=str(self._path), error=type(error).__name__)
 
     async def keep(self) -> None:

@@ -3,7 +3,7 @@ too (`costs_file.py`). Until both are known, for a small memory, and where a sou
 now), KV is restored. Pure.
 """
 
-import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,7 +112,7 @@ class RestoreCosts:
 
 
 def _is_sum(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
 
 
 def _seconds(value: Any) -> float:

@@ -111,6 +111,7 @@ GOOD: dict[str, Any] = {"computing": [1, 2.0, 3, 4, 5], "restoring": {"ab": [[1,
         {**GOOD, "computing": [1, 2, 3, 4, "5"]},
         {**GOOD, "computing": [1, 2, 3, 4, -5]},
         {**GOOD, "computing": [1, 2, 3, 4, math.nan]},
+        {**GOOD, "computing": [1, 2, 3, 4, 10**400]},
         {**GOOD, "restoring": [1]},
         {**GOOD, "restoring": {"ab": [1, 2, 3, 4, 5]}},
         {**GOOD, "restoring": {"ab": [[1, 2, 3, 4, 5], -1]}},
@@ -165,7 +166,14 @@ def test_a_file_of_a_later_time_than_now_is_not_believed(files: Files) -> None:
     assert not files.knows(files.start())
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"conditions": "llama cuda", "unix_ms": "x"}', "null", "\udc80"])
+_LONG_AGO = f'{{"conditions": "llama cuda", "unix_ms": -{10**400}, "costs": {{}}}}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{", '{"conditions": "llama cuda", "unix_ms": "x"}', _LONG_AGO, "[" * 100_000, "null", "\udc80"],
+    ids=range(8),
+)
 def test_a_damaged_file_is_replaced_by_the_next_costs(files: Files, text: str) -> None:
     (path,) = files.state_dir.iterdir()
     path.write_text(text, errors="surrogateescape")
