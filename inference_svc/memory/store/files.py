@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
+from threading import Event
 
 from kvasir.clients.blob_memory import BlobMemory
 from kvasir.clients.handed_files import HandedFiles
@@ -43,6 +44,7 @@ class StoreFiles:
         self._namespace = namespace
         self.handed = HandedFiles(data_dir, namespace)
         self._memory = _memory()
+        self._threads = _threads()
         # Reading, and the call that gives its room back.
         self._expected: dict[Digest, tuple[asyncio.Future[memoryview | None], Callable[[], None]]] = {}
 
@@ -89,7 +91,7 @@ class StoreFiles:
                 each.cancel()
 
     def _begun(self, digest: Digest) -> "asyncio.Future[memoryview | None]":
-        return asyncio.get_running_loop().run_in_executor(_threads(), self.read, digest)
+        return asyncio.get_running_loop().run_in_executor(self._threads, self.read, digest)
 
     def read(self, digest: Digest) -> memoryview | None:
         """The blob's bytes, verified; None where only the store can read it."""
@@ -117,4 +119,9 @@ def _memory() -> BlobMemory:
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_THREADS, "store-files")
+    """All of them begin now: the event loop would wait for each, while those before it read a restore's first files."""
+    threads, all_began = ThreadPoolExecutor(_THREADS, "store-files"), Event()
+    for _ in range(_THREADS):
+        threads.submit(all_began.wait)
+    all_began.set()
+    return threads

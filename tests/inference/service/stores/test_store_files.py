@@ -112,6 +112,12 @@ def test_a_large_machine_keeps_the_memory_of_a_whole_restore_and_a_small_one_no_
     assert [kept_bytes(size * gib) >> 20 for size in (8, 64, 96)] == [256, 256, 384]
 
 
+def test_all_readers_have_begun_before_a_turn_wants_files(tmp_path: Path) -> None:
+    """A thread that begins while others read keeps the event loop waiting, at each of a restore's first files."""
+    reads._threads.cache_clear()
+    assert len(StoreFiles(tmp_path, "default")._threads._threads) == reads._THREADS
+
+
 async def until_read(files: StoreFiles) -> None:
     await asyncio.wait([reading for reading, _ in files._expected.values()])
 
