@@ -54,7 +54,8 @@ class Mutant:
             raise VoidMutant(f"{self.what} ({self.place}): {error}") from error
         if ast.dump(function) == before:
             raise VoidMutant(f"{self.what} ({self.place}): nothing changes")
-        return ast.fix_missing_locations(tree)
+        ast.fix_missing_locations(function)
+        return tree
 
     def row(self, noticed: str) -> str:
         return f"| {self.what} | `{self.place}` | {self.steps.replace('|', _BAR)} | {self.tests} | {noticed} |"

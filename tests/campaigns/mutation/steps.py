@@ -87,17 +87,20 @@ def function_of(tree: ast.Module, name: str) -> ast.AST:
     """The function or class of this qualified name; the module without one. Raises VoidStep."""
     node: ast.AST = tree
     for part in filter(None, name.split(".")):
-        named = [
-            child
-            for child in ast.walk(node)
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-            and child is not node
-            and child.name == part
-        ]
+        named = [child for child in _definitions(node) if child.name == part]
         if len(named) != 1:
             raise VoidStep(f"{len(named)} functions are called {name}")
         node = named[0]
     return node
+
+
+def _definitions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    """Below a node. No expression, which most nodes are, holds one."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield child
+        if not isinstance(child, ast.expr):
+            yield from _definitions(child)
 
 
 def _places(node: ast.AST, sort: int) -> Iterator[Place]:
