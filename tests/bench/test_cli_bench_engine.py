@@ -75,6 +75,7 @@ def test_an_engine_that_cannot_be_measured_says_why(tmp_path: Path) -> None:
     assert "config.json" in ended.err
 
 
+@pytest.mark.long(4)
 def test_texts_and_batches_choose_rows_of_tokens_ahead(tmp_path: Path) -> None:
     """So that several machines, or calls with a time limit, share the long form."""
     model, only = write_model(tmp_path / "model", LLAMA), ("--quick", "--only", "ahead", "--json")

@@ -132,6 +132,7 @@ def test_gaps_are_kept_after_each_round(new_lab: Callable[..., Lab]) -> None:
     assert interruptions.run(lab).rows == kept[-1]
 
 
+@pytest.mark.long(4)
 def test_windows_of_masks_are_measured_beside_one_token_a_pass(new_lab: Callable[..., Lab], tmp_path: Path) -> None:
     [plain] = CASES["windows"](new_lab(is_quick=True)).rows
     assert (plain["window"], plain["tokens_per_pass"], plain["p_cache"]) == (1, 1.0, 1.0)

@@ -24,6 +24,7 @@ def _hidden(days: list[dict[str, Any]]) -> float:
     return float(sum(day["hidden"] for day in days) / sum(day["wakes"] for day in days))
 
 
+@pytest.mark.long(2)
 def test_ninety_five_of_a_hundred_wakes_are_over_before_their_turns() -> None:
     days = _days(11, 12)
     assert _hidden(days) >= 0.95

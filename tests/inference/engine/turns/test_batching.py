@@ -53,6 +53,7 @@ def test_who_joins_while_others_decode_changes_nobody(driver: Driver) -> None:
     assert [driver.reply(listener.end()) for listener in listeners] == alone
 
 
+@pytest.mark.long(2)
 @pytest.mark.cpu_only("a GPU reads pages where they lie")
 def test_a_turn_that_ends_beside_a_prompt_makes_no_other_decode_its_rows_again(
     driver: Driver, monkeypatch: pytest.MonkeyPatch

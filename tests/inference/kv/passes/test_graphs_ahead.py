@@ -17,6 +17,7 @@ from inference_svc.model.model_runner import ModelRunner
 from tests.inference.kv.attention.emulators import needs_compiler
 from tests.inference.kv.attention.test_pool_in_place import TOKENS
 from tests.inference.kv.sequences import PoisonedPool, identity_of, stored
+from tests.made_models.sampling import first_and_in_turn
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("emulated")]
 GRAPHS = pytest.mark.parametrize("tokens", [0, 1, 8], ids=["step", "token", "short pass"])
@@ -40,7 +41,7 @@ def page_bytes(pool: KvPool, pages: list[int]) -> list[bytes]:
 
 
 @GRAPHS
-@pytest.mark.parametrize("depth", [0, 300, 2_100])
+@pytest.mark.parametrize("depth", first_and_in_turn([300, 0, 2_100], seconds=4))
 def test_a_graph_made_amid_a_reply_changes_no_bit_of_it_and_no_page_that_anybody_holds(
     tokens: int, depth: int, runner: ModelRunner
 ) -> None:

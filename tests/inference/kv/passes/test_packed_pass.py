@@ -125,6 +125,7 @@ def test_packed_cells_have_the_bits_that_each_has_alone(family: str, tmp_path: P
         assert_near(found[place], sequences[place], packing.runner._compute(kv, cell, lambda: False)[0, -1], kv)
 
 
+@pytest.mark.long(2)
 def test_cells_that_begin_in_one_shared_tail_get_copies_of_it(tmp_path: Path) -> None:
     packing = Packing(write_family(tmp_path, ALL["qwen3"]))
     memory = packing.begun(TOKENS[:100])

@@ -249,6 +249,7 @@ def test_a_retry_with_other_settings_is_another_turn(client: InferenceClient, ne
     assert seen == list(range(1, len(seen) + 1))
 
 
+@pytest.mark.long(2)
 def test_a_reply_that_repeats_itself_is_drafted_and_counted(tiny_client: InferenceClient) -> None:
     asked: dict[str, Any] = {"prompt": "Say it.", "regex": "(The door's code is 48213[.] ){30}", "max_tokens": 120}
     tried = tiny_client.reply(**asked, sampling={"most_drafts": 16})
