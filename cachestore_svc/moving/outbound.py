@@ -18,6 +18,9 @@ from cachestore_svc.index.catalog import SLICE
 from cachestore_svc.store.aio_store import AioStore
 
 _GROUP_BYTES = MAX_FRAME_BYTES
+# In a message beyond one frame: a message of any size takes both sides a tenth of a millisecond. gRPC keeps the message
+# of a stalled reader: so all readers share a part of the budget for it, and the others have smaller messages.
+_MORE_BYTES, _MORE_PART = 2 * MAX_FRAME_BYTES, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +64,30 @@ class BlobReader:
     def __init__(self, store: AioStore, budget: SharedRoom) -> None:
         self._store = store
         self._budget = budget
+        self._more = SharedRoom(budget.max_units // _MORE_PART)
 
     def open(self, namespace: str, digests: Sequence[Digest], first_offset: int = 0) -> "BlobSource":
         """The blobs as pieces, in the wanted order; the first from `first_offset` on. Use as an `async with`."""
-        return BlobSource(self._store, self._budget, namespace, digests, first_offset)
+        return BlobSource(self._store, (self._budget, self._more), namespace, digests, first_offset)
 
 
 class BlobSource:
     """One reader's blobs. It holds those that are being sent and, when there is room, the next few."""
 
     def __init__(
-        self, store: AioStore, budget: SharedRoom, namespace: str, digests: Sequence[Digest], first_offset: int
+        self,
+        store: AioStore,
+        rooms: tuple[SharedRoom, SharedRoom],
+        namespace: str,
+        digests: Sequence[Digest],
+        first_offset: int,
     ) -> None:
+        """`rooms`: for bytes of blobs, and for those of messages beyond one frame."""
         self._store = store
         self._pace = _FAR if store.blobs.are_far else _NEAR
         self._most_ahead = self._pace.least_ahead
-        self._budget = budget
+        self._budget, self._more = rooms
+        self._more_bytes = 0  # of the message that is being sent
         self._namespace = namespace
         self._waiting = deque(digests)
         # Of the next in line, which were looked up together: whether each is whole.
@@ -109,19 +120,39 @@ class BlobSource:
         return piece
 
     async def next_pieces(self, most: int) -> list[Piece]:
-        """The next piece, and those behind it that fit its message. None after the last. Raises as `next_piece`."""
+        """The next piece, and those behind it that fit its message: the one before has been sent. None after the last.
+        Raises as `next_piece`."""
+        self._give_more_back()
         pieces: list[Piece] = []
         left_bytes = MAX_FRAME_BYTES
-        while len(pieces) < most and (not pieces or self._fits(left_bytes)):
+        while len(pieces) < most and (not pieces or (size_bytes := self._next_bytes())):
+            if pieces and size_bytes > left_bytes:
+                left_bytes += self._take_more()
+                if size_bytes > left_bytes:
+                    break
             if (piece := await self.next_piece()) is None:
                 break
             pieces.append(piece)
             left_bytes -= len(piece.data)
         return pieces
 
-    def _fits(self, left_bytes: int) -> bool:
-        """Whether the first that waits is read, and all of it has so few bytes."""
-        return bool(self._read) and isinstance(self._read[0], memoryview) and len(self._read[0]) <= left_bytes
+    def _next_bytes(self) -> int:
+        """Of the next piece, if it is read."""
+        if not self._read or not isinstance(whole := self._read[0], memoryview):
+            return 0
+        return min(len(whole) - self._offset, MAX_FRAME_BYTES)
+
+    def _take_more(self) -> int:
+        """Bytes beyond one frame that this message may have; once."""
+        if self._more_bytes or not self._more.take_if_fits(self._namespace, _MORE_BYTES):
+            return 0
+        self._more_bytes = _MORE_BYTES
+        return _MORE_BYTES
+
+    def _give_more_back(self) -> None:
+        if self._more_bytes:
+            self._more.give_back(self._namespace, self._more_bytes)
+            self._more_bytes = 0
 
     async def wanted(self) -> None:
         """Return when another waits for bytes that this reader may hold."""
@@ -140,6 +171,7 @@ class BlobSource:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._give_more_back()
         await self.let_go()
 
     async def _load(self) -> None:

@@ -158,6 +158,15 @@ SHARED = (
         WAITS,
     ),
     Shared(
+        "bytes of readers' messages beyond 1 MiB: a part of those of blobs",
+        "store",
+        "cachestore_svc/moving/outbound.py: _more",
+        ("cachestore_svc.moving.outbound:_MORE_PART", 8),
+        THREE_OF_FREE,
+        "none waits",
+        "nothing: its messages are smaller",
+    ),
+    Shared(
         "last manifests of lines, with which the next ones begin",
         "store",
         "cachestore_svc/blobs/known_manifests.py: _shares",

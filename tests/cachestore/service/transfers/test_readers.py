@@ -4,7 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.errors import NotFound
 from kvasir.formats.digest import Digest
+from kvasir.formats.frame_messages import MAX_FRAMES
 from kvasir.server.serving import EdgeServer, Listening, Reports
 from kvasir.server.shared_room import SharedRoom
 from kvasir.status import from_rpc_error
@@ -23,7 +24,7 @@ from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.edge.roles import ALLOWED_ROLES, SERVICE_NAME
 from cachestore_svc.edge.service import CacheStoreService, ServiceLimits, StoreParts, add_to_server
 from cachestore_svc.moving.bringing import Bringing
-from cachestore_svc.moving.outbound import BlobReader
+from cachestore_svc.moving.outbound import BlobReader, BlobSource
 from cachestore_svc.moving.peering.peer_limits import PeerLimits
 from cachestore_svc.moving.peering.peers import Peers
 from cachestore_svc.moving.repairing import Repairs
@@ -253,4 +254,36 @@ def test_one_namespaces_readers_leave_room_for_another(tmp_path: Path) -> None:
     with Lab(tmp_path / "data").open() as store:
         write_all(store, turn.new_blobs)
         write_all(store, small.new_blobs, "other")
+        asyncio.run(asyncio.wait_for(test(store), 40))
+
+
+@pytest.mark.parametrize(("budget_mib", "many"), [(16, 1), (48, 2)])  # two MiB more each, of three parts of an eighth
+def test_large_messages_take_a_part_of_the_budget_and_other_readers_have_small_ones(
+    tmp_path: Path, budget_mib: int, many: int
+) -> None:
+    """A stalled reader keeps its message, so not all may have large ones."""
+    turn = SyntheticAgent(WIDE, 8).turn(3 * 256)
+    large = [MIB] * 3
+
+    async def sizes(source: BlobSource) -> list[int]:
+        return [len(piece.data) for piece in await source.next_pieces(MAX_FRAMES)]
+
+    async def test(store: Store) -> None:
+        threads = StoreThreads()
+        reader = BlobReader(AioStore(store, threads), SharedRoom(budget_mib * MIB))
+        async with AsyncExitStack() as stack:
+            *first, last = [await stack.enter_async_context(reader.open(NS, [digest])) for digest in turn.digests]
+            for source in first[:many]:
+                assert await sizes(source) == large
+            assert await sizes(last) == [MIB]  # the others' messages are on their way
+            await first[0].__aexit__()
+            assert await sizes(last) == large
+            left_bytes = turn.digests[-1].size_bytes - 4 * MIB
+            assert await sizes(last) == [left_bytes]
+            assert await sizes(last) == []
+        assert reader._more.held_units == 0
+        threads.close()
+
+    with Lab(tmp_path / "data").open() as store:
+        write_all(store, turn.new_blobs)
         asyncio.run(asyncio.wait_for(test(store), 40))

@@ -651,7 +651,7 @@ func (x *ReadBlobsRequest) GetTakesSeveral() bool {
 type ReadBlobsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Frame *BlobFrame             `protobuf:"bytes,1,opt,name=frame,proto3" json:"frame,omitempty"`
-	// Further frames, as if each came next in a response of its own: at most 63, and the data of all frames of a response are at most 1 MiB.
+	// Further frames, as if each came next in a response of its own: at most 63, and the data of all frames of a response are at most 3 MiB.
 	More          []*BlobFrame `protobuf:"bytes,3,rep,name=more,proto3" json:"more,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
