@@ -182,10 +182,14 @@ def test_a_store_that_is_down_is_a_typed_error_of_the_start_and_named_by_status(
         assert (again.code, again.value["error"]["reason"]) == (4, "ALREADY_RUNNING")
         assert cli.done("down", "--json").value["ended"]
         assert not process_exists(pid)
-        refused = in_process(
-            "--home", tmp_path / "h", "up", "--store", f"127.0.0.1:{port}", "--store-token-file", _token(home), "--json"
-        )
+        words = ("up", "--store", f"127.0.0.1:{port}", "--store-token-file", _token(home))
+        refused = in_process("--home", tmp_path / "h", *words, "--json")
         assert (refused.code, refused.value["error"]["reason"]) == (3, "STORE_UNREACHABLE")
+        told = in_process("--home", tmp_path / "h", *words).err
+        assert told == (
+            f"kvasir: --store: nothing answers at 127.0.0.1:{port}. Is it running? `kvasir store serve`, or "
+            "`kvasir up` with --store-listen, starts one there.\n"
+        ), "this home's `kvasir up`, which was asked for, starts no such store"
         assert not (tmp_path / "h").exists(), "nothing is made before the store answers"
     finally:
         cli("down")

@@ -59,6 +59,7 @@ HINTS: dict[type[errors.KvasirError], str] = {
 HINTS_BY_REASON: dict[str, str] = {
     "SERVICE_DID_NOT_START": "",
     "NOT_RUNNING": "",
+    "STORE_UNREACHABLE": "Is it running? `kvasir store serve`, or `kvasir up` with --store-listen, starts one there.",
     "SERVICE_SILENT": "It may be starting, or hang; look at `kvasir status` and `kvasir logs`.",
     "ADDRESS_IN_USE": "",
     "PEER_UNAVAILABLE": "Is it running there? On a Mac, may this program use the local network (Privacy & Security)?",

@@ -140,8 +140,7 @@ def _check_answer(
 def _why_unavailable(endpoint: Endpoint) -> KvasirError:
     """gRPC has one word for "nobody listens" and for "the certificate is another one": ask again without gRPC."""
     if not accepts(endpoint.address):
-        text = f"nothing answers at {endpoint.address}; is it running there, with --store-listen?"
-        return Unavailable.of("--store", text, reason="STORE_UNREACHABLE")
+        return Unavailable.of("--store", f"nothing answers at {endpoint.address}", reason="STORE_UNREACHABLE")
     problem = _tls_problem(endpoint)
     if problem:
         return FailedPrecondition.of("--store-ca-file", problem, reason="STORE_CERTIFICATE_WRONG")
