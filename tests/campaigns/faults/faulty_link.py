@@ -9,6 +9,7 @@ from pathlib import Path
 
 _SLOW_BYTES_PER_S = 100_000
 _CHUNK_BYTES = 1 << 16
+_LASTING = ("outage", "busy", "hang", "slow")
 _BUSY = b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
@@ -138,22 +139,30 @@ class FaultyLink:
 
     def _happen(self, fault: Fault, rest: bytes) -> bytes:
         """The fault; what then passes of the bytes from the chosen one on."""
+        if fault.kind in _LASTING and not self._began(fault):
+            return rest
         match fault.kind:
             case "outage" | "blip" | "busy":
-                self._is_down, self._is_busy = fault.kind == "outage", fault.kind == "busy"
                 self._end_all()
             case "truncate":
                 raise _CutError
-            case "hang":
-                self._free.clear()
             case "delay":
                 self._free.clear()
                 threading.Timer(fault.delay_s, self._free.set).start()
-            case "slow":
-                self._is_slow = True
             case "flip":
                 return bytes([rest[0] ^ 0x10]) + rest[1:]
         return rest
+
+    def _began(self, fault: Fault) -> bool:
+        """Not if the bytes before it passed only once it was disarmed, as nobody would end it."""
+        with self._lock:
+            if self._fault is not fault:
+                return False
+            self._is_down, self._is_busy = fault.kind == "outage", fault.kind == "busy"
+            self._is_slow = fault.kind == "slow"
+            if fault.kind == "hang":
+                self._free.clear()
+        return True
 
     def _end_all(self) -> None:
         for each in list(self._open):
