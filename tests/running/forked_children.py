@@ -6,10 +6,12 @@ ends: the child falls to the nearest process above that takes orphans, which is 
 """
 
 import ctypes
+import faulthandler
 import importlib
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +25,12 @@ from tests.running import set_clock
 
 _PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 _LONGEST_REQUEST, _MOST_FDS = 1 << 20, 64
+TELLS_STACKS = signal.SIGUSR2  # of all threads, to the log
+
+
+def tell_stacks() -> None:
+    """At that signal, also where the process hangs."""
+    faulthandler.register(TELLS_STACKS, file=2, all_threads=True)
 
 
 def start_helper() -> None:
@@ -101,6 +109,7 @@ def _run(request: dict[str, Any], fds: list[int]) -> NoReturn:
     # Of its own streams: those of the process above may be files, whose places a pipe does not have.
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
     start_helper()
+    tell_stacks()
     sys.argv = request["argv"]
     if (clock := os.environ.get(set_clock.VARIABLE)) and sys.argv[0] in ("cachestore_svc", "inference_svc"):
         program = importlib.import_module(f"{sys.argv[0]}.__main__")

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from inference_svc.machine import pressure
 from tests.running import own_notes, set_clock  # noqa: F401
-from tests.running.forked_children import start_helper
+from tests.running.forked_children import start_helper, tell_stacks
 
 # Two threads of BLAS beside another service's on two cores cost more than they bring.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -132,6 +132,7 @@ def _become(
     sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing gives each process one that is empty
     if name == "kvasir" and sys.platform == "linux":
         start_helper()
+    tell_stacks()
     program = importlib.import_module(_MAINS[name])
     if clock := env.get(set_clock.VARIABLE):
         set_clock.follow(program, Path(clock))

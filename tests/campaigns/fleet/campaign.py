@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import certifi
@@ -24,10 +25,11 @@ from kvasir.credentials import read_token
 
 from tests.campaigns.faults.faulty_link import FaultyLink
 from tests.campaigns.fleet.database import Database, DatabaseClock
+from tests.campaigns.fleet.evidence import leave_evidence
 from tests.campaigns.fleet.holders import hold
 from tests.campaigns.fleet.kept import Kept, Round
 from tests.campaigns.fleet.nemesis import Nemesis
-from tests.campaigns.fleet.targets import Clock, Link, Server, Service, Target
+from tests.campaigns.fleet.targets import Clock, Link, Peace, Server, Service, Target
 from tests.campaigns.history.lives import Lives
 from tests.campaigns.history.record import AnyStore
 from tests.running import in_memory
@@ -60,12 +62,18 @@ class Size:
     is_ended: Callable[[], bool] = lambda: False
 
 
-async def play(size: Size, seed: int, keep: Callable[[Round], None] = lambda _: None) -> Round:
-    """One round, kept before the fleet ends. Everything lies in a directory of its own, which is removed."""
-    root = in_memory.home()
+async def play(
+    size: Size, seed: int, keep: Callable[[Round], None] = lambda _: None, evidence: Path | None = None
+) -> Round:
+    """One round, kept before the fleet ends. Everything lies in a directory of its own, which is removed; `evidence`:
+    where logs and stacks are left if a part cannot be repaired.
+    """
+    root, peace = in_memory.home(), Peace()
     try:
-        async with _opened(root, size, seed) as (lives, owners, targets):
-            nemesis = Nemesis(targets, seed, lambda: lives.ledger.commits)
+        async with _opened(root, size, seed, peace) as (lives, owners, targets):
+            services = [each for each in targets if isinstance(each, Service)]
+            leave = partial(leave_evidence, root, [each.member for each in services], evidence)
+            nemesis = Nemesis(targets, seed, lambda: lives.ledger.commits, peace, leave)
             began, until = time.monotonic(), time.monotonic() + size.within_s
             breaking = asyncio.create_task(nemesis.run(size.faults, until, size.is_ended))
             telling = asyncio.create_task(_tell(seed, nemesis, lives))
@@ -75,6 +83,7 @@ async def play(size: Size, seed: int, keep: Callable[[Round], None] = lambda _: 
             names = [f"holder {seed} {number}" for number in range(_HOLDERS)]
             holding = [asyncio.create_task(hold(owners, lives.record, name, is_over.is_set)) for name in names]
             await breaking
+            lives.findings.problems += nemesis.problems
             took_s = time.monotonic() - began
             await asyncio.sleep(_AFTER_S)
             lives.ledger.looked_at(time.monotonic())
@@ -114,7 +123,9 @@ async def _tell(seed: int, nemesis: Nemesis, lives: Lives) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _opened(root: Path, size: Size, seed: int) -> AsyncIterator[tuple[Lives, AnyStore, list[Target]]]:
+async def _opened(
+    root: Path, size: Size, seed: int, peace: Peace
+) -> AsyncIterator[tuple[Lives, AnyStore, list[Target]]]:
     links: dict[str, FaultyLink] = {}
 
     def through(caller: str, called: str, port: int) -> int:
@@ -144,10 +155,10 @@ async def _opened(root: Path, size: Size, seed: int) -> AsyncIterator[tuple[Live
         )
         for each in (lives, owners):
             ends.push_async_callback(each.close)
-        yield lives, owners, _targets(fleet, links, clocks)
+        yield lives, owners, _targets(fleet, links, clocks, peace)
 
 
-def _targets(fleet: Fleet, links: Mapping[str, FaultyLink], clocks: Mapping[str, Path]) -> list[Target]:
+def _targets(fleet: Fleet, links: Mapping[str, FaultyLink], clocks: Mapping[str, Path], peace: Peace) -> list[Target]:
     """The more stands on a part, the longer it is left alone: agents must come to something in between."""
     peace_s = {"postgres": 3.0, "postgres-2": 3.0, "s3": 2.5}
     assert fleet.standby is not None
@@ -158,8 +169,8 @@ def _targets(fleet: Fleet, links: Mapping[str, FaultyLink], clocks: Mapping[str,
             Link(name, link, peace_s.get(called[name], 0.8), ("busy", "busy") if called[name] == "s3" else ())
             for name, link in links.items()
         ),
-        *(Service(each, 6.0) for each in fleet.engines),
-        *(Service(each, 15.0) for each in fleet.stores),
+        *(Service(each, 6.0, peace) for each in fleet.engines),
+        *(Service(each, 15.0, peace) for each in fleet.stores),
         database,
         DatabaseClock(database, 5.0),
         Server(fleet.s3.part, 8.0),
@@ -207,7 +218,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--engines", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=20 * 60, help="after which it ends with fewer faults")
     parser.add_argument("--seed", type=int, default=1, help="of the first round; the next has the next")
-    parser.add_argument("--kept", type=Path, default=Path("out/campaign-fleet.json"), help="what each round found")
+    parser.add_argument(
+        "--kept", type=Path, default=Path("out/campaign-fleet.json"), help="what each round found; beside it logs"
+    )
     parser.add_argument("--resume", action="store_true", help="add to what is kept, from the next seed on")
     given = parser.parse_args(arguments)
     os.environ.setdefault("SSL_CERT_FILE", certifi.where())
@@ -229,7 +242,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         while not is_ended and kept.faults < given.faults and (left_s := until - time.monotonic()) > 0:
             faults = min(given.round, given.faults - kept.faults)
             size = Size(faults, given.agents, given.engines, left_s, lambda: is_ended)
-            asyncio.run(play(size, kept.next_seed(given.seed), keep))
+            seed = kept.next_seed(given.seed)
+            evidence = given.kept.with_name(f"{given.kept.stem}-{seed}-logs")
+            asyncio.run(play(size, seed, keep, evidence))
     except FleetError as error:
         print(f"make campaign-fleet: {error}", file=sys.stderr)
         return 1

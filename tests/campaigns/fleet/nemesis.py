@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from tests.campaigns.fleet.targets import Target
+from tests.campaigns.fleet.targets import Peace, Target
 from tools.kvasir_tiny.words import Dice
 
 # In a calm all that is owed is stored and new turns begin; without one, hardly anything is there to be lost.
@@ -18,21 +18,34 @@ _LOOK_S = 0.2
 class Nemesis:
     """A seed gives each target the same faults in the same order; which of two targets is first is not given."""
 
-    def __init__(self, targets: Sequence[Target], seed: int, commits: Callable[[], int]) -> None:
-        """`commits`: how many were acknowledged. A calm lasts until they are a third of the faults."""
+    def __init__(
+        self,
+        targets: Sequence[Target],
+        seed: int,
+        commits: Callable[[], int],
+        peace: Peace | None = None,
+        failed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`commits`: how many were acknowledged. A calm lasts until they are a third of the faults. `failed` is called
+        where a target cannot be repaired.
+        """
         self.counts: Counter[str] = Counter()
-        self._targets, self._seed = targets, seed
-        self._weather = Weather(lambda: commits() * FAULTS_OF_A_COMMIT >= self.faults)
+        self.problems = list[str]()
+        self._targets, self._seed, self._failed = targets, seed, failed
+        self._peace = peace or Peace()
+        self._weather = Weather(lambda: commits() * FAULTS_OF_A_COMMIT >= self.faults, self._peace)
 
     @property
     def faults(self) -> int:
         return self.counts.total()
 
     async def run(self, faults: int, until_s: float, is_ended: Callable[[], bool] = lambda: False) -> None:
-        """So many faults, in storms, up to that time or its end; then all is repaired. Raises FleetError."""
+        """So many faults, in storms, up to that time or its end; then all is repaired. A target that cannot be ends it
+        too, as a problem: what else was found is not lost.
+        """
 
         def is_over() -> bool:
-            return self.faults >= faults or time.monotonic() > until_s or is_ended()
+            return bool(self.problems) or self.faults >= faults or time.monotonic() > until_s or is_ended()
 
         async def in_peace(for_s: float) -> None:
             until = time.monotonic() + for_s
@@ -47,25 +60,38 @@ class Nemesis:
                     await target.keep_up()
                     await asyncio.sleep(_LOOK_S)
                 if is_over():
+                    self._peace.is_now(True)
                     return
                 if what := await target.strike(dice):
                     self.counts[what] += 1
+
+        async def tries(target: Target) -> None:
+            try:
+                await breaks(target)
+            except Exception as error:  # noqa: BLE001  whatever it is, the round is kept
+                self.problems.append(f"{target.name} could not be repaired: {error or repr(error)}")
+                self._peace.is_now(True)
+                await asyncio.to_thread(self._failed)
 
         # A part that starts holds a thread, and all parts may start at once.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(len(self._targets) + 4))
         async with asyncio.TaskGroup() as breaking:
             for target in self._targets:
-                breaking.create_task(breaks(target))
+                breaking.create_task(tries(target))
 
 
 class Weather:
-    """Storms of faults, and calms, each of which lasts until agents have come to enough. Begins with a storm."""
+    """Storms of faults, and calms, each of which lasts until agents have come to enough and all parts have started.
+    Begins with a storm.
+    """
 
-    def __init__(self, is_enough: Callable[[], bool]) -> None:
-        self._is_enough, self._is_calm, self._ends_s = is_enough, True, 0.0
+    def __init__(self, is_enough: Callable[[], bool], peace: Peace) -> None:
+        self._is_enough, self._peace, self._is_calm, self._ends_s = is_enough, peace, True, 0.0
 
     def is_calm(self, now_s: float) -> bool:
-        if now_s >= self._ends_s and (not self._is_calm or self._is_enough()):
+        is_over, is_wanted = now_s >= self._ends_s, self._peace.is_wanted
+        if is_over and not is_wanted and self._is_enough() if self._is_calm else is_over or is_wanted:
             self._is_calm = not self._is_calm
             self._ends_s = now_s + (_CALM_S if self._is_calm else _STORM_S)
+        self._peace.is_now(self._is_calm)
         return self._is_calm

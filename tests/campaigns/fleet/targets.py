@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -19,7 +19,7 @@ from tools.kvasir_tiny.words import Dice
 LASTS_S = (0.1, 0.1, 0.3, 0.3, 0.3, 1.0, 1.0, 2.5, 6.0)
 _MET_S = 2.0
 _MOMENT_S = 0.09
-STARTS_S = 120.0
+STARTS_S, _LONG_S = 120.0, 45.0
 _DAY_S = 86_400.0
 _AHEAD_S = (-30 * _DAY_S, -7200.0, -60.0, 0.0, 60.0, 7200.0, 30 * _DAY_S)
 WALK_S = (3.0, 20.0, -3.0)
@@ -62,15 +62,45 @@ class Link(Target):
         return f"{self.name}: {kind}" if was_met else ""
 
 
+class Peace:
+    """In a storm a part may not start for as long as that on which it stands is broken. One that tries for long ends
+    the storm, and only what does not start in peace is a problem.
+    """
+
+    def __init__(self) -> None:
+        self._began_s: float | None = None
+        self._starting = dict[str, float]()
+
+    @property
+    def is_wanted(self) -> bool:
+        return any(time.monotonic() - since > _LONG_S for since in tuple(self._starting.values()))
+
+    def is_now(self, is_calm: bool) -> None:
+        """Told again and again."""
+        self._began_s = (self._began_s or time.monotonic()) if is_calm else None
+
+    def lasted_s(self) -> float:
+        began_s = self._began_s
+        return 0.0 if began_s is None else time.monotonic() - began_s
+
+    def start_again(self, part: Part) -> None:
+        """Raises FleetError."""
+        self._starting[part.name] = time.monotonic()
+        try:
+            start_again(part, self.lasted_s)
+        finally:
+            del self._starting[part.name]
+
+
 class Service(Target):
     """An engine or a store, whose supervisor starts it again; or that and its supervisor."""
 
-    def __init__(self, member: Member, peace_s: float) -> None:
-        self.name, self.peace_s, self._member = member.name, peace_s, member
+    def __init__(self, member: Member, peace_s: float, peace: Peace) -> None:
+        self.name, self.peace_s, self.member, self._peace = member.name, peace_s, member, peace
 
     async def strike(self, dice: Dice) -> str:
         what = dice.pick(("kill", "kill", "kill with its supervisor", "freeze", "slow"))
-        lasts_s, pid = dice.pick(LASTS_S), self._member.pid
+        lasts_s, pid = dice.pick(LASTS_S), self.member.pid
         if what == "freeze":
             was_struck = await frozen(pid, lasts_s)
         elif what == "slow":
@@ -78,8 +108,8 @@ class Service(Target):
         elif what == "kill":
             was_struck = _send(pid, signal.SIGKILL)
         else:
-            was_struck = self._member.part.is_running
-            await asyncio.to_thread(self._member.part.kill)
+            was_struck = self.member.part.is_running
+            await asyncio.to_thread(self.member.part.kill)
             _send(pid, signal.SIGKILL)
             await asyncio.sleep(lasts_s)
         await self.keep_up()
@@ -87,9 +117,9 @@ class Service(Target):
 
     async def keep_up(self) -> None:
         """A supervisor whose service cannot start several times ends, too."""
-        if not self._member.part.is_running:
-            _send(self._member.pid, signal.SIGKILL)
-            await asyncio.to_thread(start_again, self._member.part)
+        if not self.member.part.is_running:
+            _send(self.member.pid, signal.SIGKILL)
+            await asyncio.to_thread(self._peace.start_again, self.member.part)
 
 
 class Server(Target):
@@ -156,16 +186,17 @@ def _family(pid: int) -> list[int]:
     return [pid]
 
 
-def start_again(part: Part) -> None:
-    """Again, until what a killed one left is gone. Raises FleetError."""
-    give_up = time.monotonic() + STARTS_S
+def start_again(part: Part, waited_s: Callable[[], float] | None = None) -> None:
+    """Again, until what a killed one left is gone. Raises FleetError after STARTS_S of `waited_s`, else of all time."""
+    began_s = time.monotonic()
+    waited_s = waited_s or (lambda: time.monotonic() - began_s)
     while not part.is_running:
         part.start()
         try:
             part.wait_until_ready()
         except FleetError:
             part.kill()
-            if time.monotonic() > give_up:
+            if waited_s() > STARTS_S:
                 raise
             time.sleep(0.2)
 

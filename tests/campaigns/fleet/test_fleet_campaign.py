@@ -18,7 +18,7 @@ from tests.campaigns.fleet import campaign, nemesis
 from tests.campaigns.fleet.campaign import Size, play
 from tests.campaigns.fleet.kept import Round
 from tests.campaigns.fleet.nemesis import Nemesis, Weather
-from tests.campaigns.fleet.targets import Target, slowed
+from tests.campaigns.fleet.targets import Peace, Target, slowed
 from tests.campaigns.history.ledger import Ledger
 from tests.campaigns.history.linear import Span
 from tests.campaigns.history.lives import Lives
@@ -42,7 +42,7 @@ def test_a_few_faults_of_a_fleet_lose_no_commit_and_no_turn_knows_what_was_taken
 def test_a_resumed_campaign_adds_rounds_of_new_seeds_until_its_faults_are_played(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def played(size: Size, seed: int, keep: Callable[[Round], None]) -> None:
+    async def played(size: Size, seed: int, keep: Callable[[Round], None], _: Path) -> None:
         keep(Round(seed, {"kill": size.faults}, 7, 3, 2, 60.0, ["lost"] if seed == 3 else []))
 
     monkeypatch.setattr(campaign, "play", played)
@@ -62,7 +62,7 @@ def test_a_terminated_campaign_ends_its_round_at_once_keeps_it_and_begins_no_oth
     class Rare(_Target):
         peace_s = 3600.0
 
-    async def played(size: Size, seed: int, keep: Callable[[Round], None]) -> None:
+    async def played(size: Size, seed: int, keep: Callable[[Round], None], _: Path) -> None:
         nemesis = Nemesis([_Target("a"), Rare("rare")], seed, lambda: 1_000_000)
         asyncio.get_running_loop().call_later(0.1, os.kill, os.getpid(), signal.SIGTERM)
         await asyncio.wait_for(nemesis.run(size.faults, time.monotonic() + 3600, size.is_ended), 60)
@@ -106,7 +106,7 @@ def test_a_round_is_kept_before_its_fleet_ends_though_a_caller_and_a_store_never
                 await asyncio.Event().wait()
 
     @contextlib.asynccontextmanager
-    async def opened(_root: Path, _size: Size, seed: int) -> AsyncIterator[Any]:
+    async def opened(_root: Path, _size: Size, seed: int, _peace: Peace) -> AsyncIterator[Any]:
         nonlocal is_up
         lives = NeverOver((), (), seed)
         lives.record.spans += [Span("line", owner, 0.0, 60.0) for owner in ("a", "b")]
@@ -186,7 +186,7 @@ def test_faults_of_several_targets_are_in_the_air_at_once_and_a_seed_gives_each_
 
 def test_between_storms_of_twenty_seconds_agents_have_ten_and_the_time_to_commit() -> None:
     is_enough = True
-    weather = Weather(lambda: is_enough)
+    weather = Weather(lambda: is_enough, Peace())
     assert [weather.is_calm(now_s) for now_s in (100.0, 119.9, 120.0, 129.9, 130.0, 149.9)] == [
         False,
         False,
