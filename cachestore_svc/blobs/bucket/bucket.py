@@ -198,13 +198,15 @@ def put_blob(bucket: Bucket, name: str, data: bytes | memoryview) -> bool:
 
 def probe(bucket: Bucket, token_hex: Callable[[int], str]) -> None:
     """Let several writers race for one name, and for its replacement. Raises FailedPrecondition where other than one
-    wins."""
+    wins, OSError where that is not known."""
 
     def race(name: str, rule: str, write: Callable[[bytes], bool]) -> None:
         # Different bytes in each race: a tag may be a digest of the bytes, and would come back with them.
         sent = [f"{rule} {writer}".encode() for writer in range(WRITERS)]
         with ThreadPoolExecutor(WRITERS) as pool:
             won = list(pool.map(write, sent))
+        if not any(won) and bytes(bucket.get(name, 64)) in sent:
+            raise OSError(errno.EHOSTUNREACH, "the bucket's answer to a writer was lost", name)
         if sum(won) != 1 or bytes(bucket.get(name, 64)) != sent[won.index(True)]:
             raise FailedPrecondition(
                 f"{bucket.where}: {sum(won)} of {WRITERS} writers of one object got it; expected 1. This server does "

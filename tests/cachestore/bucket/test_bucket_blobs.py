@@ -67,6 +67,14 @@ class BlindBucket(Bucket):
         return True
 
 
+class MuteBucket(Bucket):
+    """One whose answer to the writer that won is lost."""
+
+    def put_new(self, name: str, data: bytes | memoryview) -> bool:
+        super().put_new(name, data)
+        return False
+
+
 @pytest.fixture
 def bucket() -> AwayBucket:
     return AwayBucket(MemoryStore(), WHERE)
@@ -100,6 +108,11 @@ def test_a_bucket_that_lets_a_second_writer_win_is_refused(tmp_path: Path, bucke
         probe(BlindBucket(MemoryStore(), WHERE), secrets.token_hex)
     probe(bucket, secrets.token_hex)
     assert list(bucket.names("probe")) == []
+
+
+def test_a_lost_answer_to_the_one_writer_that_won_does_not_accuse_the_server(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable, match="answer"):
+        _lab(tmp_path / "a", MuteBucket(MemoryStore(), WHERE))
 
 
 def test_a_bucket_belongs_to_one_store_and_a_store_to_one_bucket(tmp_path: Path, bucket: AwayBucket) -> None:
