@@ -96,13 +96,13 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prompt:
-    """A prompt that is compared: `given` are its tokens where it came as tokens."""
+class ComparedPrompt:
+    """A prompt that is compared with memories."""
 
     namespace: str
     text: str
-    given: Tokenized | None
-    generates: bool
+    given: Tokenized | None = None  # its tokens, where it came as tokens; they are compared then, and not the text
+    generates: bool = True  # False when only the prompt is computed; then all of it may be reused
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,30 +166,24 @@ class ReusePlanner:
     async def plan(
         self,
         recollection: Recollection,
-        text: str,
-        *,
-        namespace: str,
+        prompt: ComparedPrompt,
         budget: Budget,
         hold: Callable[[int], Awaitable[None]],
-        given: Tokenized | None = None,
         avoid: Avoid = NOTHING_REFUSED,
-        generates: bool = True,
     ) -> Prepared:
         """Compare the prompt with the memory, then with shared blocks, and read the KV that is reused from the store.
-        `given`: the prompt's tokens, where it came as tokens; they are compared then, and not the text. `hold` is
-        awaited with the number of bytes that will be read: the caller gives out the memory for them, and the wait for
-        it does not count as the store's time. `avoid`: after the engine's refusals. `generates`: False when only the
-        prompt is computed; then all of it may be reused.
+        `hold` is awaited with the number of bytes that will be read: the caller gives out the memory for them, and the
+        wait for it does not count as the store's time. `avoid`: after the engine's refusals.
         """
         if recollection.kv_from is Source.HOT and recollection.memory is not None:
             recollection = replace(recollection, memory=as_hot(recollection.memory))
-        prompt, store = _Prompt(namespace, text, given, generates), self._stores.get(namespace)
+        store = self._stores.get(prompt.namespace)
         candidate, miss = await self._candidate(prompt, recollection, avoid, store, budget)
         reuse, reading, read_miss = await self._reuse(candidate, avoid.files, store, budget, hold)
         kept = 0 if isinstance(reuse, Cold) else reuse.keep_tokens
         blocks, windows = kept // BLOCK_TOKENS, candidate.files.windows
         return Prepared(
-            text=text,
+            text=prompt.text,
             tokens=candidate.tokens,
             kv=Once(reuse),
             source=candidate.source if kept else Source.COLD,
@@ -204,7 +198,12 @@ class ReusePlanner:
         )
 
     async def _candidate(
-        self, prompt: _Prompt, recollection: Recollection, avoid: Avoid, store: RemoteCache | None, budget: Budget
+        self,
+        prompt: ComparedPrompt,
+        recollection: Recollection,
+        avoid: Avoid,
+        store: RemoteCache | None,
+        budget: Budget,
     ) -> tuple[_Candidate, Miss | None]:
         recollection, candidate = await self._best(prompt, recollection)
         miss = recollection.miss or _text_miss(recollection, candidate.match, prompt.text)
@@ -216,7 +215,7 @@ class ReusePlanner:
         candidate, cheaper = self._cheaper(prompt.namespace, candidate)
         return candidate, cheaper or miss
 
-    async def _best(self, prompt: _Prompt, recollection: Recollection) -> tuple[Recollection, _Candidate]:
+    async def _best(self, prompt: ComparedPrompt, recollection: Recollection) -> tuple[Recollection, _Candidate]:
         """Of the newest memory, an older one and this KV identity's own line, the one that has most of the prompt."""
         candidate = await self._by_text(prompt, recollection)
         if recollection.base is not None:
@@ -245,7 +244,7 @@ class ReusePlanner:
             miss = miss or no_windows
         return candidate, miss
 
-    async def _by_text(self, prompt: _Prompt, recollection: Recollection) -> _Candidate:
+    async def _by_text(self, prompt: ComparedPrompt, recollection: Recollection) -> _Candidate:
         memory = recollection.memory
         # Token ids of another tokenizer would spell something else.
         is_ours = memory is not None and (
@@ -275,7 +274,7 @@ class ReusePlanner:
         return _Candidate(tokens, keep, recollection.kv_from, match, known_ids, shareable, memory.files)
 
     async def _by_block_hashes(
-        self, store: RemoteCache, candidate: _Candidate, prompt: _Prompt, budget: Budget
+        self, store: RemoteCache, candidate: _Candidate, prompt: ComparedPrompt, budget: Budget
     ) -> tuple[_Candidate, Miss | None]:
         """Blocks in the store that a cold run would compute, if they cover at least one block beyond the candidate."""
         if len(candidate.tokens.ids) - 1 - candidate.keep < BLOCK_TOKENS:

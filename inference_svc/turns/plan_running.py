@@ -12,7 +12,7 @@ from kvasir.formats.manifest import tokens_within_chars
 from inference_svc.engine.api import DamagedFile, HotMemoryGone, Keeps, TurnPlan
 from inference_svc.engine.engine import Engine, check_fits
 from inference_svc.memory.recall import Recollection
-from inference_svc.memory.reuse_planning import NOTHING_REFUSED, Avoid, Prepared
+from inference_svc.memory.reuse_planning import NOTHING_REFUSED, Avoid, ComparedPrompt, Prepared
 from inference_svc.memory.store.patience import Budget
 from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.phases import Planned, Prompted, Ran
@@ -81,16 +81,8 @@ class PlanRunner:
             await room.wait_for(request.namespace, size_bytes)
             restoring.callback(room.give_back, request.namespace, size_bytes)
 
-        prepared = await self._parts.planner.plan(
-            recollection,
-            prompted.text,
-            given=prompted.tokens,
-            namespace=request.namespace,
-            budget=budget,
-            hold=hold,
-            avoid=avoid,
-            generates=not request.is_warming,
-        )
+        prompt = ComparedPrompt(request.namespace, prompted.text, prompted.tokens, generates=not request.is_warming)
+        prepared = await self._parts.planner.plan(recollection, prompt, budget, hold, avoid)
         restoring.callback(prepared.stop_reading)
         await self._check_line(request, budget)
         if prompted.reply is not None:

@@ -16,7 +16,7 @@ from inference_svc.memory.lines.line_states import Stage, Standing
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.restore_costs import RestoreCosts
-from inference_svc.memory.reuse_planning import Prepared, ReusePlanner
+from inference_svc.memory.reuse_planning import ComparedPrompt, Prepared, ReusePlanner
 from inference_svc.memory.store import reading
 from inference_svc.memory.store.answers import NO_HEAD
 from inference_svc.memory.store.patience import Budget
@@ -71,7 +71,7 @@ def plan(around: Plain, known: RestoreCosts, text: str, shareable: int | None, m
         parts: Any = around
         recollection = Recollection(memory if shareable is not None else None, Source.WARM, NO_HEAD)
         planner, budget = ReusePlanner(parts, parts, {"ns": parts}, known), Budget(1.0, 1.0, lambda: 0.0)
-        found = opened(await planner.plan(recollection, text, namespace="ns", budget=budget, hold=hold))
+        found = opened(await planner.plan(recollection, ComparedPrompt("ns", text), budget, hold))
         if isinstance(found.reuse, Restored) and found.reuse.incoming is not None:
             assert found.reuse.incoming.has_ended
             assert found.reuse.incoming.expected == -(-found.reuse.keep_tokens // 256)
@@ -136,7 +136,7 @@ def test_token_ids_of_another_tokenizer_are_never_taken_for_this_ones(digest: st
     async def planned() -> Prepared:
         planner = ReusePlanner(parts, parts, {}, RestoreCosts(lambda: 0.0))
         budget = Budget(1.0, 1.0, lambda: 0.0)
-        return await planner.plan(recollection, TEXT + "y", namespace="ns", budget=budget, hold=hold)
+        return await planner.plan(recollection, ComparedPrompt("ns", TEXT + "y"), budget, hold)
 
     found = asyncio.run(planned())
     assert set(found.tokens.ids[: len(TEXT)]) == ({7} if is_ours else {ord("x")})

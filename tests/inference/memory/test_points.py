@@ -18,7 +18,7 @@ from inference_svc.memory.lines.line_states import Stage, Standing
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.restore_costs import RestoreCosts
-from inference_svc.memory.reuse_planning import Avoid, Prepared, ReusePlanner
+from inference_svc.memory.reuse_planning import Avoid, ComparedPrompt, Prepared, ReusePlanner
 from inference_svc.memory.store.answers import NO_HEAD
 from inference_svc.memory.store.patience import Budget
 from inference_svc.model.prompting import Tokenized
@@ -106,7 +106,7 @@ def planned(
     async def plan() -> Prepared:
         recollection = Recollection(memory(points), source, NO_HEAD)
         budget: Any = None
-        return await planner.plan(recollection, text, namespace="ns", budget=budget, hold=hold, **usable)
+        return await planner.plan(recollection, ComparedPrompt("ns", text), budget, hold, **usable)
 
     return opened(asyncio.run(plan()))
 
@@ -196,7 +196,7 @@ def test_turns_that_read_files_and_a_state_never_wait_for_each_other() -> None:
             taken += size_bytes
 
         recollection, budget = Recollection(memory(), Source.WARM, NO_HEAD), Budget(1.0, 1.0, lambda: 0.0)
-        found = await planner.plan(recollection, TEXT + "y", namespace="ns", budget=budget, hold=hold)
+        found = await planner.plan(recollection, ComparedPrompt("ns", TEXT + "y"), budget, hold)
         assert isinstance(found.kv.take(), Restored)
         assert taken == sum(digest.size_bytes for digest in (*BLOCKS, TAIL, STATES[700]))
         room.give_back("ns", taken)

@@ -35,7 +35,7 @@ from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.publishing.block_stream import BlockStream
 from inference_svc.memory.recall import Recall, Recollection
 from inference_svc.memory.restore_costs import RestoreCosts
-from inference_svc.memory.reuse_planning import Once, Prepared
+from inference_svc.memory.reuse_planning import ComparedPrompt, Once, Prepared
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.memory.store.answers import EventCursor, Head
 from inference_svc.memory.stored_windows import StoredWindow
@@ -98,9 +98,11 @@ class Surroundings:
         assert not self.planned or self.expected
         self.expected.append(recollection.version)
 
-    async def plan(self, recollection: Recollection, text: str, **how: Any) -> Prepared:
-        self.planned.append(text)
-        return Prepared(text, Tokenized(TokenIds((1, 2)), (1, 1)), Once(None), Source.COLD, Outcome.NONE, None, ())
+    async def plan(self, recollection: Recollection, prompt: ComparedPrompt, *how: Any) -> Prepared:
+        self.planned.append(prompt.text)
+        return Prepared(
+            prompt.text, Tokenized(TokenIds((1, 2)), (1, 1)), Once(None), Source.COLD, Outcome.NONE, None, ()
+        )
 
     def submit(self, plan: object, on_events: Callable[[list[Event]], None]) -> object:
         self.losses -= 1
@@ -258,9 +260,9 @@ class Damaged(Surroundings):
         super().__init__([remembered(OURS, "ours")], losses=0)
         self.usable: list[tuple[int | None, int | None]] = []
 
-    async def plan(self, recollection: Recollection, text: str, **how: Any) -> Prepared:
-        self.usable.append((how["avoid"].files, how["avoid"].last_rewind_point))
-        return await super().plan(recollection, text, **how)
+    async def plan(self, recollection: Recollection, prompt: ComparedPrompt, *how: Any) -> Prepared:
+        self.usable.append((how[-1].files, how[-1].last_rewind_point))
+        return await super().plan(recollection, prompt, *how)
 
     def submit(self, plan: object, on_events: Callable[[list[Event]], None]) -> object:
         refused = self.refusals[len(self.usable) - 1 :][:1]
@@ -290,9 +292,9 @@ class Storing(Surroundings):
         self.asked: list[tuple[int, Mapping[int, StoredWindow]]] = []
         self.committed: Prepared | None = None
 
-    async def plan(self, recollection: Recollection, text: str, **how: Any) -> Prepared:
+    async def plan(self, recollection: Recollection, prompt: ComparedPrompt, *how: Any) -> Prepared:
         blocks = {index: Digest.of(b"block %d" % index) for index in range(4)}
-        found = await super().plan(recollection, text, **how)
+        found = await super().plan(recollection, prompt, *how)
         return replace(found, stored_blocks=tuple(blocks.values()), stored_windows={300: StoredWindow(blocks)})
 
     def submit(self, plan: object, on_events: Callable[[list[Event]], None]) -> object:
