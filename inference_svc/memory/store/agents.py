@@ -88,9 +88,7 @@ class StoredAgents:
 
     async def copy_agent(self, agent_id: str, peer: str, timeout_s: float) -> None:
         """Let a peer copy the agent's bytes ahead of its move; nothing can be seen of it there. Raises KvasirError."""
-        async for _ in self._connection.client.pulling_agent(
-            "", agent_id, to_peer=peer, only_bytes=True, timeout_s=timeout_s
-        ):
+        async for _ in self._connection.client.copying_agent(peer, agent_id, only_bytes=True, timeout_s=timeout_s):
             pass
 
     async def move_agent(self, agent_id: str, peer: str, move_id: str, timeout_s: float) -> None:

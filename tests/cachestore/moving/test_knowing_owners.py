@@ -108,7 +108,7 @@ def test_a_copy_of_what_moved_away_is_not_replaced_by_another_agent_of_its_name(
         for call in (
             lambda: here.move_agent("double", from_peer="studio"),
             lambda: here.pull_agent("studio", "double"),
-            lambda: list(there.pulling_agent("", "double", to_peer="laptop")),
+            lambda: list(there.copying_agent("laptop", "double")),
         ):
             refused(call, "NOT_AN_ANCESTOR")
         assert here.get_snapshot("double") == copy

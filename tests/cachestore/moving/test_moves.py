@@ -113,7 +113,7 @@ def test_a_copy_that_was_extended_beyond_what_is_kept_comes_back(
 def test_bytes_that_go_ahead_of_a_move_are_no_agent(laptop: StoreClient, studio: StoreClient, name: str) -> None:
     turn = SyntheticAgent(SMALL, 36).turn(600)
     publish(laptop, name, turn, 0)
-    kinds = [each.WhichOneof("event") for each in laptop.pulling_agent("", name, to_peer="studio", only_bytes=True)]
+    kinds = [each.WhichOneof("event") for each in laptop.copying_agent("studio", name, only_bytes=True)]
     assert set(kinds) == {"progress"}
     with pytest.raises(NotFound):
         studio.get_agent(name)
@@ -134,7 +134,7 @@ def test_an_agent_that_is_not_here_is_given_to_nobody_and_the_refusal_names_no_p
 ) -> None:
     def give() -> object:
         if only_copies:
-            return list(laptop.pulling_agent("", name, to_peer="studio"))
+            return list(laptop.copying_agent("studio", name))
         return laptop.move_agent(name, to_peer="studio")
 
     with pytest.raises(NotFound) as missing:
@@ -289,15 +289,15 @@ def test_a_peer_gives_copies_and_replaces_only_what_it_gave(
     ada = SyntheticAgent(SMALL, 16)
     publish(laptop, name, ada.turn(300), 0)
     for version in (1, 2):
-        steps = list(laptop.pulling_agent("", name, kv_identity_hash=KV, to_peer="studio"))
+        steps = list(laptop.copying_agent("studio", name, kv_identity_hash=KV))
         assert steps[-1].done.version == version
         publish(laptop, name, last := ada.turn(300), version)
     assert studio.get_agent(name).ownership.state in (0, pb.OWNER_STATE_OWNED)
     publish(studio, name, SyntheticAgent(SMALL, 17).turn(300), 2)
     with pytest.raises(AlreadyExists):
-        list(laptop.pulling_agent("", name, kv_identity_hash=KV, to_peer="studio"))
+        list(laptop.copying_agent("studio", name, kv_identity_hash=KV))
     studio.delete_agent(name)
-    dry = list(laptop.pulling_agent("", name, to_peer="studio", dry_run=True))
+    dry = list(laptop.copying_agent("studio", name, dry_run=True))
     assert [step.WhichOneof("event") for step in dry] == ["progress"]
     laptop.move_agent(name, to_peer="studio")
     assert_whole(studio, name, last)
@@ -313,7 +313,7 @@ def test_copies_are_renewed_by_the_owner_wherever_the_agent_has_been(
     laptop.move_agent(name, from_peer="studio")
     for version in range(2, 13):  # more than are kept
         publish(laptop, name, last := ada.turn(40), version)
-    list(laptop.pulling_agent("", name, to_peer="studio"))
+    list(laptop.copying_agent("studio", name))
     assert_whole(studio, name, last)
     assert state(studio, name) == (pb.OWNER_STATE_MOVED, "laptop")
     refused(lambda: publish(studio, name, ada.turn(40), 3), "AGENT_MOVED", "laptop")

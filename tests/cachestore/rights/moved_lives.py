@@ -110,7 +110,7 @@ class Lives:
         ada, ben = self.pair
         await ben.owner.pull_agent(OLD, name)
         await self._extended(ada, name, 1)
-        await drained(ada.owner.pulling_agent("", name, to_peer=NEW))
+        await drained(ada.owner.copying_agent(NEW, name))
 
     async def _open(self, name: str) -> None:
         """There and back, and on its way there again. Nobody's word but the destination's: a MoveAgent that is repeated

@@ -436,7 +436,7 @@ def test_bytes_of_a_cut_transfer_count_as_long_as_it_lasts(tmp_path: Path, verb:
         def sending(name: str) -> Any:
             if verb == "move":
                 return mallory.owner.moving_agent(name, to_peer="ada")
-            return mallory.owner.pulling_agent("", name, to_peer="ada", only_bytes=verb == "only bytes")
+            return mallory.owner.copying_agent("ada", name, only_bytes=verb == "only bytes")
 
         mallory.services.store.ReadBlobs = stop  # type: ignore[method-assign]
         steps = sending("hers")
@@ -476,7 +476,7 @@ def test_a_dry_run_takes_nothing_of_what_a_peer_may_send(tmp_path: Path) -> None
         mallory.allow("ada", takes="move", max_bytes=int(size_bytes * 1.5))
         for _ in range(3):
             await drained(ada.owner.moving_agent("work", to_peer="mallory", dry_run=True))
-            await drained(ada.owner.pulling_agent("", "work", to_peer="mallory", dry_run=True))
+            await drained(ada.owner.copying_agent("mallory", "work", dry_run=True))
         await ada.owner.move_agent("work", to_peer="mallory")
 
     played(tmp_path, play)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -228,9 +229,8 @@ def _synced(
     for line in sorted(agent.lines, key=lambda each: each.version):
         sent.append(_Sent())
         try:
-            steps = client.pulling_agent(
-                from_peer, agent.agent_id, to_peer=to_peer, kv_identity_hash=line.kv_identity_hash, dry_run=dry_run
-            )
+            begin = partial(client.pulling_agent, from_peer) if from_peer else partial(client.copying_agent, to_peer)
+            steps = begin(agent.agent_id, kv_identity_hash=line.kv_identity_hash, dry_run=dry_run)
             sent[-1].follow(steps, on_progress)
         except KvasirError as refused:
             if not refused.reason or refused.reason in ("PEER_UNAVAILABLE", "PEER_UNKNOWN", "PEER_REFUSED"):

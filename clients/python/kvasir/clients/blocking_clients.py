@@ -85,6 +85,7 @@ class _ServiceClient:
     get_usage = blocking(AioAgentClient.get_usage)
     pull_agent = blocking(AioAgentClient.pull_agent)
     pulling_agent = blocking(AioAgentClient.pulling_agent)
+    copying_agent = blocking(AioAgentClient.copying_agent)
     move_agent = blocking(AioAgentClient.move_agent)
     moving_agent = blocking(AioAgentClient.moving_agent)
     claim_agent = blocking(AioAgentClient.claim_agent)

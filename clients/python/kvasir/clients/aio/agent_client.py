@@ -153,17 +153,34 @@ class AioAgentClient(AioServiceClient):
         *,
         local_agent_id: str = "",
         kv_identity_hash: str = "",
-        to_peer: str = "",
         dry_run: bool = False,
         only_bytes: bool = False,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[pb.PullAgentResponse, None]:
-        """The same as a stream, `done` last. A dry run ends with the progress that counts what would be sent. With
-        `to_peer`, and `peer` empty, that peer copies the agent from here."""
+        """The same as a stream, `done` last. A dry run ends with the progress that counts what would be sent."""
         request = pb.PullAgentRequest(
             peer=peer,
             agent_id=agent_id,
             local_agent_id=local_agent_id,
+            kv_identity_hash=kv_identity_hash,
+            dry_run=dry_run,
+            only_bytes=only_bytes,
+        )
+        return self._steps(self._stub.PullAgent, request, timeout_s)
+
+    def copying_agent(
+        self,
+        to_peer: str,
+        agent_id: str,
+        *,
+        kv_identity_hash: str = "",
+        dry_run: bool = False,
+        only_bytes: bool = False,
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[pb.PullAgentResponse, None]:
+        """As `pulling_agent`, the other way: a peer copies the agent from here."""
+        request = pb.PullAgentRequest(
+            agent_id=agent_id,
             kv_identity_hash=kv_identity_hash,
             to_peer=to_peer,
             dry_run=dry_run,
