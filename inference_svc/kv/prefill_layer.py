@@ -13,6 +13,7 @@ from inference_svc.kv.attention.geometry import MAX_QUERIES
 from inference_svc.kv.attention.in_place import append_rows, gathered_values
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.paged import paged_attention
+from inference_svc.kv.attention.reference import LayerPages, Scoring
 from inference_svc.kv.attention.tiles import most_queries
 from inference_svc.kv.codec import EncodedRows
 from inference_svc.kv.pages.block_table import window_start
@@ -81,28 +82,28 @@ class InPlaceLayer(PrefillLayer):
         pool, before = self._kv.pool, self.offset
         self.offset += keys.shape[2]
         span = self.room.span(self._layer, keys.shape[2])
-        page_format, array = pool.formats[self._layer], pool.arrays[pool.slot_of(self._layer)]
         assert pool.dialect is not None
-        table = span.block_table[None]
-        stored = append_rows(keys, values, array, page_format, table, span.places, pool.dialect, pool.order)
+        array, table = pool.arrays[pool.slot_of(self._layer)], span.block_table[None]
+        pages = LayerPages(array, pool.formats[self._layer], table)
+        stored = append_rows(keys, values, pages, span.places, pool.dialect, pool.order)
         self.new_rows = (stored,)
         # Not remembered from `make_mask`: a model takes the mask of all from one layer of a kind.
         self.attends = self._attends(before, keys.shape[2])
         if self.attends:
-            self._attended = (array, page_format, span.block_table[None], stored[-1:])
+            self._attended = (pages, stored[-1:])
             return keys, values
         start = window_start(self.window, before)
         stop = before if self.window else self.offset
-        dtype, table = keys.dtype, span.block_table
+        dtype = keys.dtype
         if not self.window:
-            return gathered_values(array, page_format, table, start, stop, stored, dtype, pool.dialect)
+            return gathered_values(pages, start, stop, stored, dtype, pool.dialect)
         new = (
             self._key_codec.decode(self._key_codec.encode(keys), dtype),
             self._value_codec.decode(self._value_codec.encode(values), dtype),
         )
         if start == stop:
             return new
-        seen = gathered_values(array, page_format, table, start, stop, stored, dtype, pool.dialect)
+        seen = gathered_values(pages, start, stop, stored, dtype, pool.dialect)
         all_keys, all_values = joined_rows(seen, new)
         return all_keys, all_values
 
@@ -124,8 +125,8 @@ class InPlaceLayer(PrefillLayer):
     def attend(self, queries: mx.array, scale: float, mask: object, sinks: mx.array | None) -> mx.array:
         if mask is not None:
             raise ValueError("attention over pages takes no mask")
-        window, dialect = self.window or None, self._kv.pool.dialect
-        return paged_attention(queries, *self._attended, scale=scale, window=window, sinks=sinks, dialect=dialect)
+        scoring = Scoring(scale, self.window or None, sinks)
+        return paged_attention(queries, *self._attended, scoring, self._kv.pool.dialect)
 
 
 AnyLayer: TypeAlias = PrefillLayer | StateKV

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 import mlx.core as mx
 import structlog
 
-from inference_svc.kv.attention.fused import fused_attention, window_attention
+from inference_svc.kv.attention.fused import TARGETS, fused_attention, window_attention
 from inference_svc.kv.attention.in_place import append_rows, gathered_values, store_pages
 from inference_svc.kv.attention.kernels import Dialect
-from inference_svc.kv.attention.reference import reference_attention
+from inference_svc.kv.attention.reference import LayerPages, Scoring, reference_attention
 from inference_svc.kv.codec import SCALE_TYPES, Codec, EncodedRows, ExactCodec, QuantizedCodec, RotatedCodec
 from inference_svc.kv.model_hooks import whole_layer_check
 from inference_svc.kv.model_hooks.few_rows import few_rows
@@ -108,7 +108,8 @@ def _raised(error: Exception) -> str:
 def _differences(page_format: PageFormat, dtype: mx.Dtype, dialect: Dialect) -> Iterator[str]:
     """The faults of each kernel, from the first on: later kernels read results of earlier ones."""
     stored, new = _rows(page_format, _TOKENS, 1), _rows(page_format, len(_NEW), 2)
-    pages, table = _pool(page_format, stored), mx.array(_BLOCKS, mx.int32)
+    pages, table = _pool(page_format, stored), mx.array([_BLOCKS], mx.int32)
+    rows = LayerPages(pages, page_format, table)
     with_new = [
         mx.concatenate([old[:, :, : _NEW.start], add, old[:, :, _NEW.stop :]], axis=2)
         for old, add in zip(stored, new, strict=True)
@@ -116,16 +117,16 @@ def _differences(page_format: PageFormat, dtype: mx.Dtype, dialect: Dialect) -> 
     expected = _pool(page_format, with_new)
     keys, values = new[0] if page_format.key.is_rotated else new[0].astype(dtype), new[1].astype(dtype)
     places = mx.array([list(_NEW)], mx.int32)
-    written = append_rows(keys, values, pages, page_format, table[None], places, dialect)
+    written = append_rows(keys, values, rows, places, dialect)
     mx.eval(written)
     if not (mx.array_equal(pages, expected).item() and mx.array_equal(written, places + 1).item()):
         yield "rows are written differently from the reference"
-    found = gathered_values(pages, page_format, table, 0, _TOKENS, written, dtype, dialect)
+    found = gathered_values(rows, 0, _TOKENS, written, dtype, dialect)
     is_right = _is_near if page_format.key.is_rotated else mx.array_equal
     if not all(is_right(one.astype(mx.float32), other) for one, other in zip(found, with_new, strict=True)):
         yield "rows are read differently from the reference"
     source, target = (mx.array([page], mx.int32) for page in (_BLOCKS[0], _SPARE_PAGE))
-    mx.eval(store_pages(pages, pages, target, source, 0, pages.shape[1], dialect))
+    mx.eval(store_pages(pages, target, pages, source, range(pages.shape[1]), dialect))
     expected[_SPARE_PAGE] = expected[_BLOCKS[0]]
     if not mx.array_equal(pages, expected).item():
         yield "pages are copied differently from the reference"
@@ -152,22 +153,22 @@ def _window_differences(page_format: PageFormat, dtype: mx.Dtype, dialect: Diale
     kept = len(_NEW) // 2
     places = mx.array([[*_NEW[:kept], *[-1] * kept], [-1] * count], mx.int32)
     keys, values = (each.astype(dtype) for each in both)
-    written = append_rows(keys, values, pages, page_format, tables, places, dialect)
+    rows, scoring = LayerPages(pages, page_format, tables), Scoring(key.dim**-0.5)
+    written = append_rows(keys, values, rows, places, dialect)
     shape = 2 * count, _SHARE * key.kv_heads, 1, key.dim
     queries = mx.random.normal(shape, mx.float32, key=mx.random.key(6)).astype(dtype)
     by_row = [each.swapaxes(1, 2).reshape(2 * count, -1, 1, each.shape[-1]).astype(dtype) for each in both]
-    options, before = {"scale": key.dim**-0.5}, mx.array([_NEW.start, 0], mx.int32)
-    mixed = window_attention(
-        queries, (by_row[0], by_row[1]), written, pages, page_format, tables, before, dialect=dialect, **options
-    )
+    before, target = mx.array([_NEW.start, 0], mx.int32), TARGETS[dialect]
+    mixed = window_attention(queries, (by_row[0], by_row[1]), written, rows, before, scoring.scale, target)
+    mixed = mixed.reshape(*shape[:3], -1)
     for slot, start in enumerate((_NEW.start, 0)):
         seen = [
             mx.concatenate([old[:, :, :start], add[slot : slot + 1], old[:, :, start + count :]], axis=2)
             for old, add in zip(stored, both, strict=True)
         ]
         asked = queries[slot * count : (slot + 1) * count].astype(mx.float32).swapaxes(0, 2)
-        given = _pool(page_format, seen), page_format, mx.array([_BLOCKS], mx.int32)
-        right = reference_attention(asked, *given, mx.array([start + count], mx.int32), **options)  # type: ignore[arg-type]
+        pages_seen = LayerPages(_pool(page_format, seen), page_format, tables[:1])
+        right = reference_attention(asked, pages_seen, mx.array([start + count], mx.int32), scoring)
         if not _is_near(mixed[slot * count : (slot + 1) * count].swapaxes(0, 2), right):
             yield "attention over a window differs from the reference"
 
@@ -185,9 +186,9 @@ def _attention_differences(
     for sequences, count, window in shapes:
         shape = (sequences, _SHARE * key.kv_heads, count, key.dim)
         queries = mx.random.normal(shape, mx.float32, key=mx.random.key(4)).astype(dtype)
-        given, options = (pages, page_format, both[:sequences], lengths[:sequences]), {"scale": key.dim**-0.5}
-        mixed = fused_attention(queries, *given, window=window, dialect=dialect, **options)
-        right = reference_attention(queries.astype(mx.float32), *given, window=window, **options)
+        given = LayerPages(pages, page_format, both[:sequences]), lengths[:sequences], Scoring(key.dim**-0.5, window)
+        mixed = fused_attention(queries, *given, TARGETS[dialect])
+        right = reference_attention(queries.astype(mx.float32), *given)
         if not all(_is_near(*each) for each in zip(mixed, right, strict=True)):
             yield f"attention of {count} queries differs from the reference"
 

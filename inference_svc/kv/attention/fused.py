@@ -13,6 +13,7 @@ from inference_svc.kv.attention.geometry import (
     LANES,
     PARTIAL_EXTRA,
     REDUCE_WARPS,
+    Queries,
     SplitGeometry,
     format_template,
     split_geometry,
@@ -29,8 +30,8 @@ from inference_svc.kv.attention.kernels import (
     window_source,
 )
 from inference_svc.kv.attention.nvrtc import CompileError
-from inference_svc.kv.attention.reference import rotated
-from inference_svc.kv.page import PAGE_TOKENS, PageFormat
+from inference_svc.kv.attention.reference import LayerPages, Scoring, rotated
+from inference_svc.kv.page import PAGE_TOKENS
 
 Template = list[tuple[str, int | bool | mx.Dtype]]
 TYPE_NAMES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
@@ -94,62 +95,62 @@ def _about(source: KernelSource) -> dict[str, Any]:
 COMPILERS: dict[Dialect, Compiler] = {Dialect.CUDA: cuda_compiler, Dialect.METAL: metal_compiler}
 
 
+@dataclass(frozen=True, slots=True)
+class KernelTarget:
+    """The device that kernels are written for, and their compiler."""
+
+    dialect: Dialect
+    compiler: Compiler | None = None  # None: the dialect's own
+    has_warpgroups: bool | None = None  # whether Hopper's own instructions are used; None asks the device
+
+    @property
+    def made_by(self) -> Compiler:
+        return self.compiler or COMPILERS[self.dialect]
+
+
+TARGETS = {dialect: KernelTarget(dialect) for dialect in Dialect}
+
+
 def fused_attention(
     queries: mx.array,
-    pages: mx.array,
-    page_format: PageFormat,
-    block_table: mx.array,
+    rows: LayerPages,
     lengths: mx.array,
+    scoring: Scoring,
+    target: KernelTarget,
     *,
-    scale: float,
-    window: int | None = None,
-    sinks: mx.array | None = None,
-    dialect: Dialect,
     is_flat: bool = False,
-    compiler: Compiler | None = None,
-    has_warpgroups: bool | None = None,
 ) -> mx.array:
-    """As `paged_attention`, of page formats for which `geometry.why_not` is empty. `has_warpgroups`: whether
-    Hopper's own instructions are used; None asks the device.
-    """
-    blocks, count = block_table.shape[1], queries.shape[2]
+    """As `paged_attention`, of page formats for which `geometry.why_not` is empty."""
+    scale, window, sinks = scoring
+    key, blocks, count = rows.format.key, rows.block_table.shape[1], queries.shape[2]
     seen_tokens = window + count - 1 if window else 0
-    rows = queries.shape[1] // page_format.key.kv_heads * count
     widest = min(seen_tokens or blocks * PAGE_TOKENS, blocks * PAGE_TOKENS) if count > 1 else 0
+    has_warpgroups, dialect = target.has_warpgroups, target.dialect
     if has_warpgroups is None:
-        has_warpgroups = dialect is Dialect.CUDA and compiler is None and is_hopper()
-    batch = queries.shape[0] if count > 1 else 1
-    takes_tiles = not tiles.are_refused(page_format, TYPE_NAMES[queries.dtype])
-    shape = page_format, rows, widest, dialect, queries.dtype, batch, takes_tiles
-    geometry = _geometry(*shape, has_warpgroups)
-    if geometry.by_warpgroups and compiler is None and not _is_launched(geometry, queries.dtype):
-        geometry = _geometry(*shape, False)
-    asked = rotated(queries) if page_format.key.is_rotated else queries
+        has_warpgroups = dialect is Dialect.CUDA and target.compiler is None and is_hopper()
+    batch, query_type = queries.shape[0] if count > 1 else 1, TYPE_NAMES[queries.dtype]
+    takes_tiles = not tiles.are_refused(rows.format, query_type)
+    shape = rows.format, Queries(query_type, queries.shape[1] // key.kv_heads * count, widest, batch), dialect
+    geometry = _geometry(*shape, takes_tiles=takes_tiles, has_warpgroups=has_warpgroups)
+    if geometry.by_warpgroups and target.compiler is None and not _is_launched(geometry, queries.dtype):
+        geometry = _geometry(*shape, takes_tiles=takes_tiles)
+    asked = rotated(queries) if key.is_rotated else queries
     settings = settings_of(scale, window, geometry.split)
     sink_type = None if sinks is None else sinks.dtype
-    plan = plan_of(geometry, dialect, compiler or COMPILERS[dialect], asked.dtype, queries.dtype, sink_type)
-    partial = plan.mixed_splits(asked, pages, block_table, lengths, settings, geometry.splits(blocks, seen_tokens))
+    plan = plan_of(geometry, dialect, target.made_by, asked.dtype, queries.dtype, sink_type)
+    partial = plan.mixed_splits(asked, rows, lengths, settings, geometry.splits(blocks, seen_tokens))
     return plan.reduced(queries, partial, lengths, sinks, settings, is_flat=is_flat)
 
 
 def attention_and_weight(
-    queries: mx.array,
-    pages: mx.array,
-    page_format: PageFormat,
-    block_table: mx.array,
-    lengths: mx.array,
-    *,
-    scale: float,
-    dialect: Dialect,
-    compiler: Compiler | None = None,
+    queries: mx.array, rows: LayerPages, lengths: mx.array, scale: float, target: KernelTarget
 ) -> tuple[mx.array, mx.array]:
     """As `fused_attention`, of queries [B, Hq, 1, Dk] that see all rows; and the logarithm of the rows' weight
     together, fp32 [B, Hq], by which the result is mixed with that over other rows. -inf, and zeros, where there are
     none.
     """
-    made_by = compiler or COMPILERS[dialect]
-    _, plan, settings, partial = _mixed(queries, pages, page_format, block_table, lengths, scale, dialect, made_by)
-    splits, dim = partial.shape[1], page_format.value.dim
+    _, plan, settings, partial = _mixed(queries, rows, lengths, scale, target)
+    splits, dim = partial.shape[1], rows.format.value.dim
     summed = partial[:, :, dim : dim + 2].reshape(*queries.shape[:2], splits, 2)
     is_written = (mx.arange(splits) * plan.geometry.split)[None, None] < lengths[:, None, None]
     highest = mx.where(is_written, summed[..., 0] * math.log(2), -mx.inf)
@@ -159,66 +160,55 @@ def attention_and_weight(
 
 def window_attention(
     queries: mx.array,
-    rows: tuple[mx.array, mx.array],
+    new: tuple[mx.array, mx.array],
     stored: mx.array,
-    pages: mx.array,
-    page_format: PageFormat,
-    block_table: mx.array,
+    rows: LayerPages,
     before: mx.array,
-    *,
     scale: float,
-    dialect: Dialect,
-    compiler: Compiler | None = None,
-    is_flat: bool = False,
+    target: KernelTarget,
 ) -> mx.array:
-    """Attention of windows' queries [slots * n, Hq, 1, Dk], in their dtype. Each sees the first `before` [slots] rows
-    of its sequence's pages, and the rows in front of it in its slot: of K and V `rows` [slots * n, kv_heads, 1, dim]
-    those that `stored` [slots, n], the result of `append_rows`, names, as they are in pages. `is_flat`: a row's heads
-    lie side by side, [slots * n, 1, Hq * Dv].
+    """Attention of windows' queries [slots * n, Hq, 1, Dk], in their dtype; a row's heads lie side by side, [slots * n,
+    1, Hq * Dv]. Each sees the first `before` [slots] rows of its sequence's pages, and the rows in front of it in its
+    slot: of K and V `new` [slots * n, kv_heads, 1, dim] those that `stored` [slots, n], the result of `append_rows`,
+    names, as they are in pages.
     """
     dtype, (slots, count), heads = queries.dtype, stored.shape, queries.shape[1]
-    kv_heads, value_dim = page_format.key.kv_heads, page_format.value.dim
+    kv_heads, value_dim = rows.format.key.kv_heads, rows.format.value.dim
     # To a slot's pages its rows are further heads of queries: each sees all of them.
     by_head = queries.reshape(slots, count, kv_heads, heads // kv_heads, -1).swapaxes(1, 2)
-    asked, (keys, values), made_by = by_head.reshape(slots, heads * count, 1, -1), rows, compiler or COMPILERS[dialect]
-    asked, _, settings, partial = _mixed(asked, pages, page_format, block_table, before, scale, dialect, made_by)
-    keys = rotated(keys) if page_format.key.is_rotated else keys
+    asked, (keys, values) = by_head.reshape(slots, heads * count, 1, -1), new
+    asked, _, settings, partial = _mixed(asked, rows, before, scale, target)
+    keys = rotated(keys) if rows.format.key.is_rotated else keys
     shared_bytes = REDUCE_WARPS * (value_dim + PARTIAL_EXTRA) * 4
     types = zip(("Query", "Key", "Value", "Out"), (asked.dtype, keys.dtype, values.dtype, dtype), strict=True)
-    return compiled(made_by, window_source(dialect), shared_bytes)(
-        inputs=[asked, keys, values, pages, block_table, stored, partial, before, settings],
+    return compiled(target.made_by, window_source(target.dialect), shared_bytes)(
+        inputs=[asked, keys, values, rows.pages, rows.block_table, stored, partial, before, settings],
         template=[
             *types,
             ("WARPS", REDUCE_WARPS),
             ("SHARED_BYTES", shared_bytes),
-            *format_template(page_format).items(),
+            *format_template(rows.format).items(),
         ],
         grid=(slots * count * heads * REDUCE_WARPS * LANES, 1, 1),
         threadgroup=(REDUCE_WARPS * LANES, 1, 1),
-        output_shapes=[(slots * count, 1, heads * value_dim) if is_flat else (slots * count, heads, 1, value_dim)],
+        output_shapes=[(slots * count, 1, heads * value_dim)],
         output_dtypes=[dtype],
     )[0]
 
 
 def _mixed(
-    queries: mx.array,
-    pages: mx.array,
-    page_format: PageFormat,
-    block_table: mx.array,
-    lengths: mx.array,
-    scale: float,
-    dialect: Dialect,
-    compiler: Compiler,
+    queries: mx.array, rows: LayerPages, lengths: mx.array, scale: float, target: KernelTarget
 ) -> tuple[mx.array, "Plan", mx.array, mx.array]:
     """Of queries [B, Hq, 1, Dk] that see all rows: these in the basis of keys, the plan, its settings, the mixes."""
-    dtype, heads = queries.dtype, queries.shape[1] // page_format.key.kv_heads
-    takes_tiles = not tiles.are_refused(page_format, TYPE_NAMES[dtype])
-    geometry = _geometry(page_format, heads, 0, dialect, dtype, 1, takes_tiles, False)
+    dtype, page_format = queries.dtype, rows.format
+    shape = Queries(TYPE_NAMES[dtype], queries.shape[1] // page_format.key.kv_heads, 0)
+    takes_tiles = not tiles.are_refused(page_format, shape.type)
+    geometry = _geometry(page_format, shape, target.dialect, takes_tiles=takes_tiles)
     asked = rotated(queries) if page_format.key.is_rotated else queries
     settings = settings_of(scale, None, geometry.split)
-    plan = plan_of(geometry, dialect, compiler, asked.dtype, dtype, None)
-    splits = geometry.splits(block_table.shape[1], 0)
-    return asked, plan, settings, plan.mixed_splits(asked, pages, block_table, lengths, settings, splits)
+    plan = plan_of(geometry, target.dialect, target.made_by, asked.dtype, dtype, None)
+    splits = geometry.splits(rows.block_table.shape[1], 0)
+    return asked, plan, settings, plan.mixed_splits(asked, rows, lengths, settings, splits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +225,7 @@ class Plan:
     def mixed_splits(
         self,
         queries: mx.array,
-        pages: mx.array,
-        block_table: mx.array,
+        rows: LayerPages,
         lengths: mx.array,
         settings: mx.array,
         splits: int,
@@ -248,7 +237,7 @@ class Plan:
         geometry = self.geometry
         width = geometry.format.value.dim + PARTIAL_EXTRA
         return self.split(
-            inputs=[queries, pages, block_table, lengths, settings],
+            inputs=[queries, rows.pages, rows.block_table, lengths, settings],
             template=self.split_template,
             grid=geometry.grid(batch, splits, heads // geometry.format.key.kv_heads * count),
             threadgroup=(geometry.warps * LANES, 1, 1),
@@ -322,27 +311,7 @@ def _split_template(geometry: SplitGeometry, query_type: mx.Dtype) -> Template:
     return [("Query", query_type), *geometry.template.items()]
 
 
-@lru_cache(maxsize=256)
-def _geometry(
-    page_format: PageFormat,
-    rows: int,
-    seen_tokens: int,
-    dialect: Dialect,
-    dtype: mx.Dtype,
-    batch: int,
-    takes_tiles: bool,
-    has_warpgroups: bool,
-) -> SplitGeometry:
-    return split_geometry(
-        page_format,
-        rows,
-        seen_tokens,
-        dialect=dialect,
-        takes_tiles=takes_tiles,
-        has_warpgroups=has_warpgroups,
-        query_type=TYPE_NAMES[dtype],
-        batch=batch,
-    )
+_geometry = lru_cache(maxsize=256)(split_geometry)
 
 
 @lru_cache(maxsize=256)

@@ -1,6 +1,7 @@
 """How a page format and a few queries are cut into blocks, warps and tiles of a kernel: numbers alone, no MLX."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvasir.cachestore.v1 import identity_pb2
 
@@ -140,32 +141,36 @@ def format_template(page_format: PageFormat) -> dict[str, int | bool]:
     }
 
 
+class Queries(NamedTuple):
+    """The queries of a launch."""
+
+    type: str  # float32, float16 or bfloat16
+    rows: int  # of each kv head: its heads times tokens
+    seen_tokens: int  # of the widest sequence, or its window; 0 where the splits must be the same beside others
+    batch: int = 1  # so many sequences, where splits depend on others
+
+
 def split_geometry(
     page_format: PageFormat,
-    rows: int,
-    seen_tokens: int,
-    *,
+    queries: Queries,
     dialect: Dialect,
-    query_type: str,
+    *,
     takes_tiles: bool = True,
     has_warpgroups: bool = False,
-    batch: int = 1,
 ) -> SplitGeometry:
-    """The geometry for `rows` queries (heads of a kv head times tokens) of a type: float32, float16 or bfloat16.
-
-    `seen_tokens`: of the widest sequence, or its window; 0 where the splits must be the same beside others.
-    `takes_tiles`: unless they failed their check (`tiles`). `has_warpgroups`: the device has Hopper's own
-    instructions. `batch`: so many sequences, where splits depend on others.
+    """`takes_tiles`: unless they failed their check (`tiles`). `has_warpgroups`: the device has Hopper's own
+    instructions.
     """
+    query_type, rows, seen_tokens, batch = queries
     key, is_metal = page_format.key, dialect is Dialect.METAL
     least = _METAL_LEAST_OF_MANY if is_metal and seen_tokens else _LEAST_OF_MANY
     if takes_tiles and rows >= least and has_tiles(page_format, query_type):
         if has_warpgroups and seen_tokens and _suits_warpgroups(page_format):
-            return _by_warpgroups(page_format, rows, seen_tokens, batch)
+            return _by_warpgroups(page_format, queries)
         few, many = _METAL_QUERIES if is_metal else MANY_QUERIES
-        queries = many if rows > few and _is_narrow(page_format) else few
-        split = _many_split(seen_tokens, batch * key.kv_heads * -(-rows // queries))
-        return SplitGeometry(page_format, queries, False, split, by_tiles=True, dialect=dialect)
+        served = many if rows > few and _is_narrow(page_format) else few
+        split = _many_split(seen_tokens, batch * key.kv_heads * -(-rows // served))
+        return SplitGeometry(page_format, served, False, split, by_tiles=True, dialect=dialect)
     # Fragments of halves are too coarse for queries of fp32.
     if not is_metal and (query_type == "bfloat16" or (query_type == "float16" and not _holds_bfloats(page_format))):
         return SplitGeometry(page_format, 16 if rows > 8 and _is_narrow(page_format) else 8, True)
@@ -177,17 +182,18 @@ def _suits_warpgroups(page_format: PageFormat) -> bool:
     return _is_narrow(page_format) and min(page_format.key.dim, page_format.value.dim) >= 64
 
 
-def _by_warpgroups(page_format: PageFormat, rows: int, seen_tokens: int, batch: int) -> SplitGeometry:
+def _by_warpgroups(page_format: PageFormat, queries: Queries) -> SplitGeometry:
     """Blocks of as many queries as fill them best. Of a batch they end at different lengths, so none is very long."""
+    _, rows, seen_tokens, batch = queries
     least, most = _WARPGROUP_QUERIES
     blocks = -(-rows // most)
-    queries = least if rows <= blocks * least else most
+    served = least if rows <= blocks * least else most
     wanted = max(1, _WARPGROUP_BLOCKS // (page_format.key.kv_heads * blocks * batch))
     least_tokens = SPLIT_TOKENS if seen_tokens < _LONG_TOKENS else _WARPGROUP_SPLIT_TOKENS
     split = max(least_tokens, -(-seen_tokens // (64 * wanted)) * 64)
     split = min(split, _MOST_SPLIT_TOKENS) if batch > 1 else split
-    warps = queries // 16 + WARPS
-    return SplitGeometry(page_format, queries, False, split, warps, by_warpgroups=True)
+    warps = served // 16 + WARPS
+    return SplitGeometry(page_format, served, False, split, warps, by_warpgroups=True)
 
 
 def _many_split(seen_tokens: int, parts: int) -> int:

@@ -16,8 +16,7 @@ import mlx.core as mx
 from inference_svc.kv.attention.fused import COMPILERS, compiled
 from inference_svc.kv.attention.geometry import LANES, WARPS, format_template, groups
 from inference_svc.kv.attention.kernels import Dialect, append_source, gather_source, store_source
-from inference_svc.kv.attention.reference import rotated
-from inference_svc.kv.page import PageFormat
+from inference_svc.kv.attention.reference import LayerPages, rotated
 
 _CHUNK_UNITS = 8  # 16 bytes
 
@@ -25,24 +24,23 @@ _CHUNK_UNITS = 8  # 16 bytes
 def append_rows(
     keys: mx.array,
     values: mx.array,
-    pages: mx.array,
-    page_format: PageFormat,
-    block_table: mx.array,
+    rows: LayerPages,
     places: mx.array,
     dialect: Dialect,
     after: Sequence[mx.array] = (),
 ) -> mx.array:
-    """Quantize rows [B, H, n, Dk] and [B, H, n, Dv], and write them at positions `places` [B, n] of sequences whose
-    pages are `block_table` [B, blocks]. A negative position is written nowhere. Returns each position + 1, int32 in
-    the shape of `places`: whatever reads these rows in the same pass must take it as input. `after`: `KvPool.order`.
+    """Quantize rows [B, H, n, Dk] and [B, H, n, Dv], and write them at positions `places` [B, n] of their sequences. A
+    negative position is written nowhere. Returns each position + 1, int32 in the shape of `places`: whatever reads
+    these rows in the same pass must take it as input. `after`: `KvPool.order`.
     """
+    page_format = rows.format
     batch, heads, count, _ = keys.shape
     if count > 1:  # in the order in which a projection has made them, so that nothing is copied
         keys, values = keys.swapaxes(1, 2), values.swapaxes(1, 2)
     keys = rotated(keys) if page_format.key.is_rotated else keys
     items = batch * count * heads * (groups(page_format.key) + groups(page_format.value))
     (stored,) = compiled(COMPILERS[dialect], append_source(dialect), 16)(
-        inputs=[keys, values, pages, block_table, places, *_ordering(dialect, after)],
+        inputs=[keys, values, rows.pages, rows.block_table, places, *_ordering(dialect, after)],
         template=[
             ("Key", keys.dtype),
             ("Value", values.dtype),
@@ -59,27 +57,20 @@ def append_rows(
 
 
 def gathered_values(
-    pages: mx.array,
-    page_format: PageFormat,
-    block_table: mx.array,
-    start: int,
-    stop: int,
-    stored: mx.array,
-    dtype: mx.Dtype,
-    dialect: Dialect,
+    rows: LayerPages, start: int, stop: int, stored: mx.array, dtype: mx.Dtype, dialect: Dialect
 ) -> tuple[mx.array, mx.array]:
-    """Rows [start, stop) of one sequence, whose pages are `block_table` [blocks], as values: K [1, H, n, Dk] and V [1,
-    H, n, Dv]. Rotated keys are turned back. `stored` is what `append_rows` gave back.
+    """Rows [start, stop) of one sequence as values: K [1, H, n, Dk] and V [1, H, n, Dv]. Rotated keys are turned back.
+    `stored` is what `append_rows` gave back.
     """
-    key, value, count = page_format.key, page_format.value, stop - start
+    key, value, count = rows.format.key, rows.format.value, stop - start
     items = count * (key.dim + value.dim) // 8  # of each head
     keys, values = compiled(COMPILERS[dialect], gather_source(dialect), 16)(
-        inputs=[pages, block_table, _span(start, count), stored],
+        inputs=[rows.pages, rows.block_table, _span(start, count), stored],
         template=[
             ("Out", mx.float32 if key.is_rotated else dtype),
             ("WARPS", WARPS),
             ("SHARED_BYTES", 16),
-            *format_template(page_format).items(),
+            *format_template(rows.format).items(),
         ],
         grid=(-(-items // (WARPS * LANES)) * WARPS * LANES, key.kv_heads, 1),
         threadgroup=(WARPS * LANES, 1, 1),
@@ -93,21 +84,19 @@ def gathered_values(
 
 def store_pages(
     pages: mx.array,
-    content: mx.array,
     targets: mx.array,
+    content: mx.array,
     sources: mx.array,
-    first_unit: int,
-    units: int,
+    units: range,
     dialect: Dialect,
     after: Sequence[mx.array] = (),
 ) -> mx.array:
-    """Write `units` units of rows `sources` of `content` [rows, any], from column `first_unit` on, to the beginning of
-    pages `targets`, both int32 [n]. Units are multiples of 8. Returns an array to be evaluated.
-    `after`: `KvPool.order`.
+    """Write these units of rows `sources` of `content` [rows, any] to the beginning of pages `targets`, both int32 [n].
+    Units are multiples of 8. Returns an array to be evaluated. `after`: `KvPool.order`.
     """
-    chunks = units // _CHUNK_UNITS
-    items = targets.shape[0] * chunks
-    sizes = _sizes(chunks, content.shape[1] // _CHUNK_UNITS, first_unit // _CHUNK_UNITS, pages.shape[1] // _CHUNK_UNITS)
+    items = targets.shape[0] * len(units) // _CHUNK_UNITS
+    counts = len(units), content.shape[1], units.start, pages.shape[1]
+    sizes = _sizes(*(count // _CHUNK_UNITS for count in counts))
     (stored,) = compiled(COMPILERS[dialect], store_source(dialect), 16)(
         inputs=[pages, content, targets, sources, sizes, *_ordering(dialect, after)],
         template=[("WARPS", WARPS), ("SHARED_BYTES", 16)],

@@ -3,29 +3,42 @@
 Pages are gathered by the block table, de-quantized as `kv/codec.py` does, and given to MLX's own attention.
 """
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import mlx.core as mx
 
 from inference_svc.kv.codec import SCALE_TYPES, ExactCodec, QuantizedCodec
 from inference_svc.kv.page import PAGE_TOKENS, PageFormat, Part, RowFormat
 
 
-def reference_attention(
-    queries: mx.array,
-    pages: mx.array,
-    page_format: PageFormat,
-    block_table: mx.array,
-    lengths: mx.array,
-    *,
-    scale: float,
-    window: int | None = None,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    """Attention of `queries` [B, Hq, L, Dk] to the rows of `pages`, as `paged_attention`; any L."""
-    token_count = block_table.shape[1] * PAGE_TOKENS
+@dataclass(frozen=True, slots=True)
+class LayerPages:
+    """A layer's pages, uint16 [pages, format.units], of which entry i of a row of the table [B, blocks] (int32) has a
+    sequence's tokens from 256 * i on.
+    """
+
+    pages: mx.array
+    format: PageFormat
+    block_table: mx.array
+
+
+class Scoring(NamedTuple):
+    """How a layer's queries weigh the rows that they see."""
+
+    scale: float
+    window: int | None = None  # a query sees no position ≤ its own - window
+    sinks: mx.array | None = None  # [Hq], in natural units, as scores times `scale`
+
+
+def reference_attention(queries: mx.array, rows: LayerPages, lengths: mx.array, scoring: Scoring) -> mx.array:
+    """Attention of `queries` [B, Hq, L, Dk] to rows in pages, as `paged_attention`; any L."""
+    scale, window, sinks = scoring
+    token_count = rows.block_table.shape[1] * PAGE_TOKENS
     seen = _seen(lengths, queries.shape[2], token_count, window)
     first = mx.zeros_like(lengths) if window is None else mx.maximum(lengths - queries.shape[2] - window + 1, 0)
-    keys, values = gathered(pages, page_format, block_table, first, lengths, queries.dtype)
-    if page_format.key.is_rotated:
+    keys, values = gathered(rows, first, lengths, queries.dtype)
+    if rows.format.key.is_rotated:
         queries = rotated(queries).astype(queries.dtype)
     typed_sinks = None if sinks is None else sinks.astype(queries.dtype)
     mixed = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=seen, sinks=typed_sinks)
@@ -38,18 +51,16 @@ def rotated(queries: mx.array) -> mx.array:
     return mx.hadamard_transform(queries.astype(mx.float32))
 
 
-def gathered(
-    pages: mx.array, page_format: PageFormat, block_table: mx.array, first: mx.array, lengths: mx.array, dtype: mx.Dtype
-) -> tuple[mx.array, mx.array]:
+def gathered(rows: LayerPages, first: mx.array, lengths: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
     """Keys and values [B, kv_heads, blocks * 256, dim] of each row of a block table, as stored: rotated keys stay so.
 
     Rows before a sequence's `first` [B] and from its length on are zeros, whatever their pages hold or whether they
     have any: what is masked still counts as 0 times its value, and 0 times NaN is NaN.
     """
-    blocks = block_table.shape[1]
+    page_format, blocks = rows.format, rows.block_table.shape[1]
     starts = mx.arange(blocks)[None] * PAGE_TOKENS
     is_used = (starts < lengths[:, None]) & (starts + PAGE_TOKENS > first[:, None])
-    found = pages[mx.where(is_used, block_table, 0)]
+    found = rows.pages[mx.where(is_used, rows.block_table, 0)]
     tokens = mx.arange(blocks * PAGE_TOKENS)[None]
     is_stored = (tokens >= first[:, None]) & (tokens < lengths[:, None])
     parts = [_part(found, part) for part in page_format.parts]

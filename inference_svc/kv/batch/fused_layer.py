@@ -6,18 +6,15 @@ import mlx.core as mx
 
 from inference_svc.kv.attention.in_place import append_rows
 from inference_svc.kv.attention.paged import paged_attention
+from inference_svc.kv.attention.reference import LayerPages, Scoring
 from inference_svc.kv.batch.decode_step import PassArrays
-from inference_svc.kv.page import PageFormat
 from inference_svc.kv.pages.pool import KvPool
 
 
 @dataclass(frozen=True, slots=True)
-class StepPages:
-    """Pages of one layer, of this format, the sequences' table, and places [slots] of new tokens, -1 for none."""
+class StepPages(LayerPages):
+    """And places [slots] of new tokens, -1 for none."""
 
-    pages: mx.array
-    format: PageFormat
-    block_table: mx.array
     places: mx.array
 
 
@@ -48,8 +45,8 @@ class FusedLayer:
         now = self._now
         if not self._is_alone or self._window or now.places is not now.offsets:
             return None
-        pages, table = now.pages[self._pool.slot_of(self._layer)], now.block_tables[self._group]
-        return StepPages(pages, self._format, table, now.places)
+        rows = self._pages
+        return StepPages(rows.pages, rows.format, rows.block_table, now.places)
 
     # --- what the model calls ---
 
@@ -62,10 +59,9 @@ class FusedLayer:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Store new rows [slots, kv_heads, n, dim] at the step's places, and return them: `attend` reads the rest."""
-        pool, now = self._pool, self._now
-        array, table = now.pages[pool.slot_of(self._layer)], now.block_tables[self._group]
-        assert pool.dialect is not None
-        self._stored = append_rows(keys, values, array, self._format, table, now.places, pool.dialect, now.order)
+        now, dialect = self._now, self._pool.dialect
+        assert dialect is not None
+        self._stored = append_rows(keys, values, self._pages, now.places, dialect, now.order)
         return keys, values
 
     def attend(
@@ -76,22 +72,16 @@ class FusedLayer:
         """
         if mask is not None:
             raise ValueError("attention over pages takes no mask")
-        now = self._now
-        attended: mx.array = paged_attention(
-            queries,
-            now.pages[self._pool.slot_of(self._layer)],
-            self._format,
-            now.block_tables[self._group],
-            self._stored if self._stored.ndim == 1 else self._stored[:, -1],
-            scale=scale,
-            window=self._window or None,
-            sinks=sinks,
-            dialect=self._pool.dialect,
-            is_flat=is_flat,
-        )
-        return attended
+        stored = self._stored if self._stored.ndim == 1 else self._stored[:, -1]
+        scoring = Scoring(scale, self._window or None, sinks)
+        return paged_attention(queries, self._pages, stored, scoring, self._pool.dialect, is_flat=is_flat)
 
     @property
     def _now(self) -> PassArrays:
         assert self._pass is not None
         return self._pass
+
+    @property
+    def _pages(self) -> LayerPages:
+        now = self._now
+        return LayerPages(now.pages[self._pool.slot_of(self._layer)], self._format, now.block_tables[self._group])

@@ -4,7 +4,7 @@ pages and, as they are computed, over the rows of this pass.
 
 import mlx.core as mx
 
-from inference_svc.kv.attention.fused import attention_and_weight, window_attention
+from inference_svc.kv.attention.fused import TARGETS, attention_and_weight, window_attention
 from inference_svc.kv.attention.in_place import append_rows
 from inference_svc.kv.batch.decode_step import PassArrays
 from inference_svc.kv.batch.fused_layer import FusedLayer
@@ -32,11 +32,10 @@ class WindowLayer(FusedLayer):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Store the rows that have a place, and return all of them: `attend` reads the rest."""
-        pool, now = self._pool, self._now
-        array, table = now.pages[pool.slot_of(self._layer)], now.block_tables[self._group]
-        assert pool.dialect is not None
+        now, dialect = self._now, self._pool.dialect
+        assert dialect is not None
         by_slot = self._by_slot(keys), self._by_slot(values)
-        stored = append_rows(*by_slot, array, self._format, table, now.places, pool.dialect, now.order)
+        stored = append_rows(*by_slot, self._pages, now.places, dialect, now.order)
         if self._by_kernel:
             self._stored, self._rows = stored, (keys, values)
             return keys, values
@@ -56,20 +55,19 @@ class WindowLayer(FusedLayer):
         """Attention of queries [slots * n, heads, 1, dim]. Raises ValueError for a model's mask, and for sinks."""
         if mask is not None or sinks is not None:
             raise ValueError("attention over a window takes no mask and no sinks")
+        dialect = self._pool.dialect
+        assert dialect is not None
+        target, rows = TARGETS[dialect], self._pages
         if self._by_kernel:
-            return self._attended(queries, scale, is_flat)
+            mixed = window_attention(queries, self._rows, self._stored, rows, self._before, scale, target)
+            return mixed if is_flat else mixed.reshape(*queries.shape[:3], -1)
         keys, values = self._rows
         slots, kv_heads, count, dim = keys.shape
         shared = queries.shape[1] // kv_heads
         # To a slot's pages its rows are further heads of queries: each sees all of them.
         by_head = queries.reshape(slots, count, kv_heads, shared, dim).swapaxes(1, 2)
         by_head = by_head.reshape(slots, kv_heads * count * shared, 1, dim)
-        now = self._now
-        pages, table = now.pages[self._pool.slot_of(self._layer)], now.block_tables[self._group]
-        assert self._pool.dialect is not None
-        before, weight = attention_and_weight(
-            by_head, pages, self._format, table, self._stored, scale=scale, dialect=self._pool.dialect
-        )
+        before, weight = attention_and_weight(by_head, rows, self._stored, scale, target)
         shape = slots, kv_heads, count * shared
         scores = scale * by_head.reshape(*shape, dim).astype(mx.float32) @ keys.astype(mx.float32).swapaxes(-1, -2)
         row = mx.arange(count * shared)[:, None] // shared
@@ -80,23 +78,6 @@ class WindowLayer(FusedLayer):
         by_row = mixed.reshape(slots, kv_heads, count, shared, -1).swapaxes(1, 2)
         shape_of_row = (1, -1) if is_flat else (kv_heads * shared, 1, -1)
         return by_row.reshape(slots * count, *shape_of_row).astype(queries.dtype)
-
-    def _attended(self, queries: mx.array, scale: float, is_flat: bool) -> mx.array:
-        pool, now = self._pool, self._now
-        assert pool.dialect is not None
-        pages, table = now.pages[pool.slot_of(self._layer)], now.block_tables[self._group]
-        return window_attention(
-            queries,
-            self._rows,
-            self._stored,
-            pages,
-            self._format,
-            table,
-            self._before,
-            scale=scale,
-            dialect=pool.dialect,
-            is_flat=is_flat,
-        )
 
     def _by_slot(self, rows: mx.array) -> mx.array:
         """Rows [slots * n, kv_heads, 1, dim] as [slots, kv_heads, n, dim]."""

@@ -7,7 +7,7 @@ from kvasir.cachestore.v1 import identity_pb2
 
 from inference_svc.kv.attention.in_place import append_rows
 from inference_svc.kv.attention.kernels import Dialect
-from inference_svc.kv.attention.reference import reference_attention
+from inference_svc.kv.attention.reference import Scoring, reference_attention
 from inference_svc.kv.batch.fused_layer import StepPages
 from inference_svc.kv.model_hooks.whole_layers import LayerWeights, Matrix, multiprocessors, new_counters, whole_layer
 from inference_svc.kv.page import PAGE_TOKENS, PageFormat, RowFormat
@@ -56,10 +56,8 @@ def _layer_by_steps(x: mx.array, weights: LayerWeights, step: StepPages) -> mx.a
 
     normed = mx.fast.rms_norm(x, weights.norms[0], _EPSILON)
     queries, keys, new = turned(product(normed, 0)), turned(product(normed, 1)), product(normed, 2)
-    stored = append_rows(
-        keys, new.reshape(keys.shape), step.pages, _FORMAT, step.block_table, step.places, Dialect.CUDA
-    )
-    attended = reference_attention(queries, step.pages, _FORMAT, step.block_table, stored, scale=_ROWS.dim**-0.5)
+    stored = append_rows(keys, new.reshape(keys.shape), step, step.places, Dialect.CUDA)
+    attended = reference_attention(queries, step, stored, Scoring(_ROWS.dim**-0.5))
     h = x + product(attended.reshape(x.shape[0], 1, -1), 3)
     normed = mx.fast.rms_norm(h, weights.norms[1], _EPSILON)
     gate = product(normed, 4).astype(mx.float32)

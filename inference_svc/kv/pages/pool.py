@@ -170,8 +170,8 @@ class KvPool:
         """Write one layer's pages, which must be private: units [n, any] of `content` from column `first_unit` on."""
         slot, units, (targets, rows) = self.slot_of(layer), self.formats[layer].units, self._places_of(pages)
         if self.dialect is not None:
-            array, order = self.arrays[slot], self._order
-            self._wrote(store_pages(array, content, targets, rows, first_unit, units, self.dialect, order))
+            array, columns = self.arrays[slot], range(first_unit, first_unit + units)
+            self._wrote(store_pages(array, targets, content, rows, columns, self.dialect, self._order))
             return
         if content.shape[1] != units:
             content = content[:, first_unit : first_unit + units]
@@ -204,8 +204,8 @@ class KvPool:
                     array[target] = pages
                 return
             for array in self.arrays:
-                units, order = array.shape[1], self._order
-                self._wrote(store_pages(array, array, target, source, 0, units, self.dialect, order))
+                units, order = range(array.shape[1]), self._order
+                self._wrote(store_pages(array, target, array, source, units, self.dialect, order))
             self.evaluate()  # rows that follow in these pages do not wait for the copy by themselves
 
     @property

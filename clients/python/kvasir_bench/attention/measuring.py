@@ -9,7 +9,7 @@ from kvasir.cachestore.v1 import identity_pb2
 
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.paged import paged_attention
-from inference_svc.kv.attention.reference import gathered, reference_attention
+from inference_svc.kv.attention.reference import LayerPages, Scoring, gathered, reference_attention
 from inference_svc.kv.page import PAGE_TOKENS, PageFormat, RowFormat
 from kvasir_bench.arithmetic import median_time
 
@@ -67,34 +67,34 @@ def copied_bytes_per_s(stopwatch: Stopwatch, size: int) -> float:
 
 def measured_case(case: AttentionCase, stopwatch: Stopwatch, dialect: Dialect | None) -> Iterator[dict[str, Any]]:
     """Rows of results: who computed, seconds a call, bytes of its rows per second, error against the reference."""
-    pages = [_random_pages(case, seed) for seed in range(max(2, min(8, _SPREAD_BYTES // case.read_bytes + 1)))]
+    arrays = [_random_pages(case, seed) for seed in range(max(2, min(8, _SPREAD_BYTES // case.read_bytes + 1)))]
     queries = mx.random.normal((case.batch, case.query_heads, 1, case.dim)).astype(mx.bfloat16)
     blocks = case.tokens // PAGE_TOKENS
     table = mx.random.permutation(case.batch * blocks).reshape(case.batch, blocks).astype(mx.int32)
     lengths = mx.full((case.batch,), case.tokens, dtype=mx.int32)
     scale = case.dim**-0.5
-    mx.eval(pages, queries, table, lengths)
+    mx.eval(arrays, queries, table, lengths)
+    rows, scoring = [LayerPages(pages, case.format, table) for pages in arrays], Scoring(scale)
 
     def served(number: int) -> mx.array:
-        given = (pages[number % len(pages)], case.format, table, lengths)
-        return paged_attention(queries, *given, scale=scale, dialect=dialect)
+        return paged_attention(queries, rows[number % len(rows)], lengths, scoring, dialect)
 
     def by_reference(number: int) -> mx.array:
-        return reference_attention(queries, pages[number % len(pages)], case.format, table, lengths, scale=scale)
+        return reference_attention(queries, rows[number % len(rows)], lengths, scoring)
 
     facts = {"batch": case.batch, "tokens": case.tokens, "bits": case.bits}
 
     def error(got: mx.array) -> float:
-        right = reference_attention(queries.astype(mx.float32), pages[0], case.format, table, lengths, scale=scale)
+        right = reference_attention(queries.astype(mx.float32), rows[0], lengths, scoring)
         found: Any = (mx.linalg.norm(got.astype(mx.float32) - right) / mx.linalg.norm(right)).item()
         return float(found)
 
     if dialect is not None:
         yield _row(facts, "fused", case.read_bytes, stopwatch.seconds(served)) | {"error": error(served(0))}
     yield _row(facts, "reference", case.read_bytes, stopwatch.seconds(by_reference, 2))
-    keys, values = gathered(pages[0], case.format, table, mx.zeros_like(lengths), lengths, mx.bfloat16)
+    keys, values = gathered(rows[0], mx.zeros_like(lengths), lengths, mx.bfloat16)
     mask = mx.arange(case.tokens)[None, None, None] < lengths[:, None, None, None]
-    spread = [(keys + 0, values + 0) for _ in range(min(4, len(pages)))]
+    spread = [(keys + 0, values + 0) for _ in range(min(4, len(rows)))]
     mx.eval(spread, mask)
     for who, given in (("bf16 SDPA", None), ("bf16 SDPA, masked", mask)):
 

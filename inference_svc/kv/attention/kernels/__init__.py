@@ -82,23 +82,23 @@ def split_source(dialect: Dialect, *, by_matrices: bool) -> KernelSource:
     """Scores and mixes the tokens of one split for some queries: partial [rows, splits, value dim + 4]."""
     assert dialect is Dialect.CUDA or not by_matrices, "its fragments are CUDA's own"
     parts = [CUDA_INSTRUCTIONS, "rows.h", "tile.h", "matrices.h"] if by_matrices else ["rows.h", "lanes.h"]
-    return _source(dialect, "split", parts, _SPLIT_INPUTS, ("partial",), _BY_MATRICES if by_matrices else _BY_LANES)
+    header = _header(dialect, *parts) + (_BY_MATRICES if by_matrices else _BY_LANES)
+    return _source(dialect, "split", header, _SPLIT_INPUTS, ("partial",))
 
 
 @cache
 def tiles_source(dialect: Dialect) -> KernelSource:
     """As `split_source`, for many queries."""
     parts = [*_INSTRUCTIONS[dialect], "rows.h", "tile.h", f"{dialect.value}_fragments.h", "values.h", "tiles.h"]
-    return _source(dialect, "tiles", parts, _SPLIT_INPUTS, ("partial",), _BY_TILES)
+    return _source(dialect, "tiles", _header(dialect, *parts) + _BY_TILES, _SPLIT_INPUTS, ("partial",))
 
 
 @cache
 def warpgroups_source() -> KernelSource:
     """As `tiles_source`, by instructions that only Hopper has."""
-    tools = [CUDA_INSTRUCTIONS, HOPPER_INSTRUCTIONS, "rows.h", "tile.h", "cuda_fragments.h"]
-    made = _source(
-        Dialect.CUDA, "tiles", [*tools, "values.h", "warpgroups.h"], _SPLIT_INPUTS, ("partial",), _BY_WARPGROUPS
-    )
+    tools = CUDA_INSTRUCTIONS, HOPPER_INSTRUCTIONS, "rows.h", "tile.h", "cuda_fragments.h"
+    header = _header(Dialect.CUDA, *tools, "values.h", "warpgroups.h") + _BY_WARPGROUPS
+    made = _source(Dialect.CUDA, "tiles", header, _SPLIT_INPUTS, ("partial",))
     return replace(made, source=made.source.replace(_CUDA_PROLOGUE, _Y_FIRST))
 
 
@@ -106,43 +106,36 @@ def warpgroups_source() -> KernelSource:
 def reduce_source(dialect: Dialect) -> KernelSource:
     """The splits of each query become its result."""
     inputs = ("queries", "partial", "lengths", "sinks", "settings")
-    return _source(dialect, "reduce", ["rows.h", "reduce.h"], inputs, ("out",), "")
+    return _source(dialect, "reduce", _header(dialect, "rows.h", "reduce.h"), inputs, ("out",))
 
 
 @cache
 def window_source(dialect: Dialect) -> KernelSource:
     """Splits of rows in pages, and the rows of a pass, become the results of a window's rows."""
     inputs = ("queries", "keys", "values", "pages", "block_table", "stored", "partial", "lengths", "settings")
-    return _source(dialect, "window", ["rows.h", "window.h"], inputs, ("out",), "")
+    return _source(dialect, "window", _header(dialect, "rows.h", "window.h"), inputs, ("out",))
 
 
 @cache
 def append_source(dialect: Dialect) -> KernelSource:
     """New rows of K and V are quantized and written to their places in pages."""
     inputs = ("keys", "values", "pages", "block_table", "places", *_ORDERING[dialect])
-    return _source(
-        dialect,
-        "append",
-        ["rows.h", "quantize.h"],
-        inputs,
-        ("stored",),
-        "",
-        written_inputs=("pages",),
-    )
+    header = _header(dialect, "rows.h", "quantize.h")
+    return _source(dialect, "append", header, inputs, ("stored",), written_inputs=("pages",))
 
 
 @cache
 def gather_source(dialect: Dialect) -> KernelSource:
     """Stored rows of one sequence become values."""
     inputs = ("pages", "block_table", "span", "stored")
-    return _source(dialect, "gather", ["rows.h", "gather.h"], inputs, ("keys", "values"), "")
+    return _source(dialect, "gather", _header(dialect, "rows.h", "gather.h"), inputs, ("keys", "values"))
 
 
 @cache
 def store_source(dialect: Dialect) -> KernelSource:
     """Whole pages are written from other bytes."""
     inputs = ("pages", "content", "targets", "sources", "sizes", *_ORDERING[dialect])
-    return _source(dialect, "store", [], inputs, ("stored",), "", written_inputs=("pages",))
+    return _source(dialect, "store", _header(dialect), inputs, ("stored",), written_inputs=("pages",))
 
 
 @cache
@@ -166,16 +159,18 @@ def few_rows_source(count: int, *, is_packed: bool, is_gated: bool = False, adds
     )
     lists += "" if adds else "const T* const added = nullptr;\n"
     inputs = ("x", *(f"{kind}{i}" for i in numbers for kind in kinds), *(("added",) if adds else ()))
-    return _source(Dialect.CUDA, "few_rows", [CUDA_INSTRUCTIONS, "few_rows.h"], inputs, outputs, "", lists=lists)
+    header = _header(Dialect.CUDA, CUDA_INSTRUCTIONS, "few_rows.h")
+    return _source(Dialect.CUDA, "few_rows", header, inputs, outputs, lists=lists)
 
 
 @cache
 def layer_source() -> KernelSource:
     """A decoding layer with packed weights, whole, of CUDA alone; by `scratch` its steps give results to each other."""
-    before = "cuda.h", CUDA_INSTRUCTIONS, "few_rows.h", "rows.h", "quantize.h", "reduce.h"
+    before = _header(Dialect.CUDA, CUDA_INSTRUCTIONS, "few_rows.h", "rows.h", "quantize.h", "reduce.h")
     parts = text("tile.h") + text("matrices.h")  # by four warps, which wait for themselves alone
-    header = "".join(map(text, before)) + f"#define kv_group_barrier kv_part_barrier\n{parts}#undef kv_group_barrier\n"
-    return _named("layer", header + text("layer.h"), _LAYER_INPUTS, ("out", "scratch"), ("pages", "counters"))
+    header = f"{before}#define kv_group_barrier kv_part_barrier\n{parts}#undef kv_group_barrier\n{text('layer.h')}"
+    written = "pages", "counters"
+    return _source(Dialect.CUDA, "layer", header, _LAYER_INPUTS, ("out", "scratch"), written_inputs=written)
 
 
 _LAYER_INPUTS = (
@@ -185,26 +180,20 @@ _LAYER_INPUTS = (
 )
 
 
-def _named(
-    name: str, header: str, inputs: tuple[str, ...], outputs: tuple[str, ...], written_inputs: tuple[str, ...]
-) -> KernelSource:
-    body = CUDA_SHARED + _CUDA_PROLOGUE + text(f"{name}_body.h")
-    digest = blake2b((header + body).encode(), digest_size=6).hexdigest()
-    return KernelSource(f"kv_{name}_{digest}", inputs, outputs, header, body, written_inputs)
+def _header(dialect: Dialect, *parts: str) -> str:
+    return "".join(text(part) for part in (f"{dialect.value}.h", *parts))
 
 
 def _source(
     dialect: Dialect,
     name: str,
-    parts: list[str],
+    header: str,
     inputs: tuple[str, ...],
     outputs: tuple[str, ...],
-    definitions: str,
     *,
     written_inputs: tuple[str, ...] = (),
     lists: str = "",
 ) -> KernelSource:
-    header = "".join(text(part) for part in (f"{dialect.value}.h", *parts)) + definitions
     prologue = CUDA_SHARED + _CUDA_PROLOGUE if dialect is Dialect.CUDA else METAL_SHARED + _METAL_PROLOGUE
     body = prologue + lists + text(f"{name}_body.h")
     digest = blake2b((header + body).encode(), digest_size=6).hexdigest()

@@ -50,9 +50,7 @@ def test_turns_together_over_pages_are_those_of_the_reference(
     """
     policy, budget, draws_next, has_kernel = served
     made, launched = window_layer.window_attention, list[Any]()
-    monkeypatch.setattr(
-        window_layer, "window_attention", lambda *given, **how: launched.append(how) or made(*given, **how)
-    )
+    monkeypatch.setattr(window_layer, "window_attention", lambda *given: launched.append(given) or made(*given))
     if not has_kernel:
         monkeypatch.setattr(choice, "why_wrong_windows", lambda *_: "it differs")
     directory = write_wedlm(tmp_path / "model", wedlm_next_token=draws_next)

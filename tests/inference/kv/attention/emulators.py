@@ -5,7 +5,7 @@ from collections.abc import Callable
 import mlx.core as mx
 import pytest
 
-from inference_svc.kv.attention.fused import Compiler, fused_attention
+from inference_svc.kv.attention.fused import Compiler, KernelTarget, fused_attention
 from inference_svc.kv.attention.kernels import Dialect
 from tests.emulation.emulator import cuda_emulator, cxx, metal_emulator
 from tests.inference.kv.attention.scenes import Scene
@@ -20,5 +20,4 @@ Attention = Callable[[Scene], mx.array]
 
 def attention(scene: Scene, dialect: Dialect, *, has_warpgroups: bool = False) -> mx.array:
     """The scene's result by a dialect's kernels."""
-    how = {"dialect": dialect, "compiler": EMULATORS[dialect], "has_warpgroups": has_warpgroups}
-    return fused_attention(*scene.arguments(), **scene.options(), **how)
+    return fused_attention(*scene.arguments(), KernelTarget(dialect, EMULATORS[dialect], has_warpgroups))

@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 from kvasir.cachestore.v1 import identity_pb2
 
+from inference_svc.kv.attention.reference import LayerPages, Scoring
 from inference_svc.kv.codec import ExactCodec, QuantizedCodec
 from inference_svc.kv.page import PAGE_TOKENS, PageFormat, RowFormat
 
@@ -102,11 +103,9 @@ class Scene:
                     place = pool[page, part.offset : part.offset + part.size].reshape(part.kv_heads, PAGE_TOKENS, -1)
                     place[:, : rows_here.shape[1]] = rows_here
 
-    def options(self) -> dict[str, object]:
-        return {"scale": self.scale, "window": self.window, "sinks": self.sinks}
-
-    def arguments(self) -> tuple[object, ...]:
-        return self.queries, self.pages, self.format, self.block_table, mx.array(list(self.lengths), mx.int32)
+    def arguments(self) -> tuple[mx.array, LayerPages, mx.array, Scoring]:
+        rows, lengths = LayerPages(self.pages, self.format, self.block_table), mx.array(list(self.lengths), mx.int32)
+        return self.queries, rows, lengths, Scoring(self.scale, self.window, self.sinks)
 
     def answer(self) -> np.ndarray:
         """[B, Hq, L, Dv] in float64, position by position."""

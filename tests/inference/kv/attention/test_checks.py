@@ -158,13 +158,15 @@ def test_where_tiles_fail_their_check_the_kernels_of_lanes_serve(monkeypatch: py
     assert of_next_model.dialect_of({form}, mx.float16) is Dialect.METAL
     assert of_next_model.has_failed
     scene = Scene(form, (300,), 4, 12, mx.float16)
-    paged_attention(*scene.arguments(), **scene.options(), dialect=Dialect.METAL)  # type: ignore[arg-type]
+    paged_attention(*scene.arguments(), Dialect.METAL)
     assert launched == ["split", "reduce"]
 
 
 def test_a_window_that_is_ignored_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     made = checks.fused_attention
-    monkeypatch.setattr(checks, "fused_attention", lambda *given, window, **options: made(*given, **options))
+    monkeypatch.setattr(
+        checks, "fused_attention", lambda *given: made(*given[:3], given[3]._replace(window=None), given[4])
+    )
     assert "attention of 1" in checked("q4", monkeypatch)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.kv.attention import checks, fused, geometry
-from inference_svc.kv.attention.geometry import SplitGeometry, split_geometry, why_not
+from inference_svc.kv.attention.geometry import Queries, SplitGeometry, split_geometry, why_not
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.tiles import most_queries
 from inference_svc.kv.batch.decode_step import PassArrays
@@ -143,7 +143,7 @@ def test_neighbours_and_the_width_of_the_table_change_no_bit(dialect: Dialect) -
 def test_longer_splits_are_the_same_attention(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a long sequence, whose launch needs no more blocks."""
     monkeypatch.setattr(geometry, "_MANY_BLOCKS", 1)
-    made = split_geometry(page_format("q4", 1, 64), 68, 1792, dialect=Dialect.CUDA, query_type="bfloat16")
+    made = split_geometry(page_format("q4", 1, 64), Queries("bfloat16", 68, 1792), Dialect.CUDA)
     assert made.split > 512
     scene = Scene(page_format("q4", 1, 64), (1300, 40, 600), 4, 17, dtype=BFLOATS, blocks=7, window=window)
     fused._geometry.cache_clear()
@@ -239,7 +239,7 @@ def test_halves_are_multiplied_where_they_lose_nothing() -> None:
     quantized, exact = page_format("q4", 1, 64), page_format("exact", 1, 64, scale_type=BF16)
 
     def made(form: PageFormat, query_type: str, *, dialect: Dialect = Dialect.CUDA, rows: int = 4) -> SplitGeometry:
-        return split_geometry(form, rows, 600, dialect=dialect, query_type=query_type)
+        return split_geometry(form, Queries(query_type, rows, 600), dialect)
 
     def by_matrices(form: PageFormat, query_type: str) -> bool:
         assert not made(form, query_type, rows=32).by_tiles
@@ -264,8 +264,7 @@ def test_halves_are_multiplied_where_they_lose_nothing() -> None:
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("rows", [17, 33, 4096])
 def test_a_block_of_tiles_has_at_most_the_threadgroup_memory_of_metal(dim: int, rows: int) -> None:
-    how = {"dialect": Dialect.METAL, "query_type": "bfloat16"}
-    made = split_geometry(page_format("exact", 8, dim), rows, 4096, **how)
+    made = split_geometry(page_format("exact", 8, dim), Queries("bfloat16", rows, 4096), Dialect.METAL)
     assert made.by_tiles
     assert made.shared_bytes <= (24 << 10 if dim < 256 else 32 << 10)
     assert (made.tile % 16, made.split % made.tile, made.queries % (8 * made.warps)) == (0, 0, 0)
@@ -275,7 +274,7 @@ def test_a_block_of_tiles_has_at_most_the_threadgroup_memory_of_metal(dim: int, 
 def test_a_launch_for_many_queries_has_enough_blocks_and_few_more(tokens: int, parts: int) -> None:
     form = page_format("q4", 8, 128)
     rows = 128 * max(1, parts // 8)
-    made = split_geometry(form, rows, tokens, dialect=Dialect.CUDA, query_type="bfloat16")
+    made = split_geometry(form, Queries("bfloat16", rows, tokens), Dialect.CUDA)
     blocks = -(-tokens // 256)
     launched = made.splits(blocks, 0) * form.key.kv_heads * -(-rows // made.queries)
     assert made.split in (256, 512, 1024, 2048, 4096)
@@ -286,7 +285,7 @@ def test_a_launch_for_many_queries_has_enough_blocks_and_few_more(tokens: int, p
 @given(length=st.integers(1, 5000), window=st.integers(1, 1100), count=st.integers(1, 256))
 def test_a_window_has_as_many_splits_as_it_can_touch(length: int, window: int, count: int) -> None:
     count = min(count, length)
-    made = split_geometry(page_format("q4", 1, 64), 4, 600, dialect=Dialect.CUDA, query_type="bfloat16")
+    made = split_geometry(page_format("q4", 1, 64), Queries("bfloat16", 4, 600), Dialect.CUDA)
     low = max(0, length - count - window + 1)
     touched = (length - 1) // made.split - low // made.split + 1
     blocks = -(-length // 256)
@@ -304,8 +303,8 @@ def test_what_the_kernels_cannot_read_has_a_reason() -> None:
 def test_the_weight_of_all_rows_is_that_of_their_scores(dialect: Dialect, dtype: mx.Dtype) -> None:
     """Of as many heads as a window of 24 rows makes of a query, also where splits of the table have no rows."""
     scene = Scene(page_format("q4", 2, 64), (0, 1, 256, 300), query_heads=2 * 48, dtype=dtype, blocks=4)
-    how = {"scale": scene.scale, "dialect": dialect, "compiler": EMULATORS[dialect]}
-    attended, weight = fused.attention_and_weight(*scene.arguments(), **how)
+    target = fused.KernelTarget(dialect, EMULATORS[dialect])
+    attended, weight = fused.attention_and_weight(*scene.arguments()[:3], scene.scale, target)
     assert scene.error(attended) < BOUNDS[dtype]
     queries, found = np.array(scene.queries.astype(mx.float32)), np.array(weight)
     assert (found[0] == -np.inf).all()

@@ -7,6 +7,7 @@ import pytest
 from inference_svc.kv.attention import in_place
 from inference_svc.kv.attention.in_place import append_rows, gathered_values, store_pages
 from inference_svc.kv.attention.kernels import Dialect
+from inference_svc.kv.attention.reference import LayerPages
 from inference_svc.kv.codec import Codec, ExactCodec, QuantizedCodec, RotatedCodec
 from inference_svc.kv.page import PAGE_TOKENS, PageFormat, RowFormat
 from inference_svc.kv.pages.page_rows import row_columns, rows_of_pages
@@ -98,7 +99,7 @@ def test_rows_are_written_to_their_places_and_nowhere_else(name: str, dialect: D
             if place >= 0:
                 page = table[sequence, place // PAGE_TOKENS]
                 expected[page, first + step * (place % PAGE_TOKENS)] = rows[sequence, number]
-    stored = append_rows(keys, values, pages, form, mx.array(table), mx.array(PLACES, mx.int32), dialect)
+    stored = append_rows(keys, values, LayerPages(pages, form, mx.array(table)), mx.array(PLACES, mx.int32), dialect)
     assert stored.tolist() == [[place + 1 for place in places] for places in PLACES]
     assert not np.array_equal(expected, np.array(pool(form)))
     assert np.array_equal(np.array(pages), expected)
@@ -108,13 +109,13 @@ def test_rows_are_written_to_their_places_and_nowhere_else(name: str, dialect: D
 def test_rows_of_scattered_pages_are_read_as_the_codec_reads_them(name: str, dialect: Dialect) -> None:
     form = FORMATS[name]
     pages, table = pool(form), [5, 0, 3]
-    before = np.array(pages)
+    before, of_layer = np.array(pages), LayerPages(pages, form, mx.array([table], mx.int32))
     followed = pages[mx.array(table)][:, : form.units]
     split = len(form.key.part_units)
     for start, stop in ((0, 1), (0, 768), (255, 257), (300, 512), (511, 700)):
         parts = rows_of_pages(form, followed, start, stop)
         stored = mx.array([stop], mx.int32)
-        found = gathered_values(pages, form, mx.array(table, mx.int32), start, stop, stored, mx.float32, dialect)
+        found = gathered_values(of_layer, start, stop, stored, mx.float32, dialect)
         for values, rows, own in zip(found, (form.key, form.value), (parts[:split], parts[split:]), strict=True):
             assert values.dtype == mx.float32
             assert mx.array_equal(values, codec(rows, form).decode(own, mx.float32)).item(), (start, stop)
@@ -127,12 +128,11 @@ def test_whole_pages_are_written_and_no_others(dialect: Dialect) -> None:
     form = FORMATS["q4"]
     pages, content = pool(form), pool(form, pages=3, seed=2)
     expected, given = np.array(pages), np.array(content)
-    stored = store_pages(
-        pages, content, mx.array([6, 1], mx.int32), mx.array([2, 0], mx.int32), 16, form.units, dialect
-    )
+    targets, sources = mx.array([6, 1], mx.int32), mx.array([2, 0], mx.int32)
+    stored = store_pages(pages, targets, content, sources, range(16, 16 + form.units), dialect)
     expected[[6, 1], : form.units] = given[[2, 0], 16 : 16 + form.units]
     assert stored.tolist() == [2]
     assert np.array_equal(np.array(pages), expected)
-    store_pages(pages, pages, mx.array([0], mx.int32), mx.array([6], mx.int32), 0, pages.shape[1], dialect)
+    store_pages(pages, mx.array([0], mx.int32), pages, mx.array([6], mx.int32), range(pages.shape[1]), dialect)
     expected[0] = expected[6]
     assert np.array_equal(np.array(pages), expected)

@@ -3,6 +3,7 @@
 import random
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -11,11 +12,12 @@ import pytest
 import structlog
 
 from inference_svc.kv.attention import fused, host_copy, kept_kernel, nvrtc
-from inference_svc.kv.attention.fused import cuda_compiler, fused_attention, mlx_cuda_compiler
+from inference_svc.kv.attention.fused import KernelTarget, cuda_compiler, fused_attention, mlx_cuda_compiler
 from inference_svc.kv.attention.in_place import append_rows, gathered_values, store_pages
 from inference_svc.kv.attention.kept_kernel import device_target
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.nvrtc import CompileError
+from inference_svc.kv.attention.reference import LayerPages
 from inference_svc.kv.model_hooks.few_rows import few_rows
 from tests.inference.kv.attention.scenes import BF16, FP16, Scene, page_format
 
@@ -30,6 +32,7 @@ FORMATS = {
 }
 QUERY_TYPES = mx.float32, mx.float16, mx.bfloat16
 ZERO, UNITS = mx.zeros(1, mx.int32), mx.zeros((1, 8), mx.uint16)
+PAGES = LayerPages(UNITS, FORMATS["q4"], ZERO[None])
 KINDS = {"trial", "split", "tiles", "reduce", "gather", "store", "few_rows", "address", "warpgroups"}
 BOUNDS = "__launch_bounds__"
 needs_libstdcxx = pytest.mark.skipif(kept_kernel._std_hash() is None, reason="a Mac has another C++ library")
@@ -117,8 +120,9 @@ def kind_of(launch: dict[str, Any]) -> str:
 
 
 def store_and_gather() -> None:
-    store_pages(mx.zeros((5, 16), mx.uint16), UNITS, mx.zeros(3, mx.int32), mx.zeros(3, mx.int32), 0, 8, Dialect.CUDA)
-    gathered_values(UNITS, FORMATS["q4"], ZERO, 0, 3, ZERO, mx.bfloat16, Dialect.CUDA)
+    pages, places = mx.zeros((5, 16), mx.uint16), mx.zeros(3, mx.int32)
+    store_pages(pages, places, UNITS, places, range(8), Dialect.CUDA)
+    gathered_values(PAGES, 0, 3, ZERO, mx.bfloat16, Dialect.CUDA)
 
 
 def test_finished_code_is_for_this_device_and_gets_the_sizes_that_it_reads(device: Device) -> None:
@@ -187,7 +191,7 @@ def test_code_itself_is_launched(device: Device, case: str, monkeypatch: pytest.
 @pytest.mark.parametrize("count", [1, 3])
 def test_new_rows_are_written_by_kept_code(device: Device, count: int) -> None:
     rows = mx.zeros((2, 2, count, 128), mx.bfloat16)
-    append_rows(rows, rows, UNITS, FORMATS["q4"], ZERO[None], ZERO[None], Dialect.CUDA)
+    append_rows(rows, rows, PAGES, ZERO[None], Dialect.CUDA)
     assert [kind_of(each) for each in device.launched] == ["trial", "append"]
     assert device.launched[1]["scalars"][1:] == ([2, 2, 1, 8] if count == 1 else [2, count, 2, 8])
     assert device.by_mlx == []
@@ -228,7 +232,7 @@ def test_a_program_that_is_refused_is_mlxs_and_others_are_kept(device: Device) -
 
 def test_only_a_kernel_that_has_a_multiprocessor_for_itself_is_bounded(device: Device) -> None:
     scene = Scene(FORMATS["q4"], (600,), 8, 45, dtype=mx.bfloat16)
-    fused_attention(*scene.arguments(), **scene.options(), dialect=Dialect.CUDA, has_warpgroups=True)
+    fused_attention(*scene.arguments(), KernelTarget(Dialect.CUDA, has_warpgroups=True))
     bounded = {name.split("(")[0] for text in device.texts for name in text.split(BOUNDS)[1:]}
     assert len(bounded) == 1
     targets = {kind_of(each): each["code"].split()[0] for each in device.launched}
@@ -243,13 +247,12 @@ def launch_all() -> None:
     """Every kernel that is kept, for formats, queries and shapes of all kinds."""
     for form, dtype, count in product(FORMATS.values(), QUERY_TYPES, (1, 45)):
         scene = Scene(form, (10,), 8, count, dtype=dtype, has_sinks=form.scale_type == BF16)
-        options = scene.options() | {"dialect": Dialect.CUDA}
         for has_warpgroups in (False, True):
-            fused_attention(*scene.arguments(), **options, has_warpgroups=has_warpgroups)
-        gathered_values(UNITS, form, ZERO, 0, 3, ZERO, dtype, Dialect.CUDA)
+            fused_attention(*scene.arguments(), KernelTarget(Dialect.CUDA, has_warpgroups=has_warpgroups))
+        gathered_values(replace(PAGES, format=form), 0, 3, ZERO, dtype, Dialect.CUDA)
     for rows, count, dtype in product((8, 16, 32, 64), (1, 2, 3), (mx.float16, mx.bfloat16)):
         few_rows(mx.zeros((1, rows, 64), dtype), [(mx.zeros((4300, 64), dtype),)] * count)
-    store_pages(UNITS, UNITS, ZERO, ZERO, 0, 8, Dialect.CUDA)
+    store_pages(UNITS, ZERO, UNITS, ZERO, range(8), Dialect.CUDA)
     host_copy.device_address(UNITS)
 
 
@@ -280,9 +283,7 @@ def test_a_cuda_device_launches_finished_code_with_the_bits_of_mlxs_and_no_other
     for name, count, dtype in cases if is_cuda else ():
         scene = Scene(FORMATS[name], (700, 40), 8, count, dtype=dtype)
         kept, by_mlx = (
-            fused_attention(
-                *scene.arguments(), **scene.options(), dialect=Dialect.CUDA, compiler=compiler, has_warpgroups=False
-            )
+            fused_attention(*scene.arguments(), KernelTarget(Dialect.CUDA, compiler, has_warpgroups=False))
             for compiler in (cuda_compiler, mlx_cuda_compiler)
         )
         assert mx.array_equal(kept, by_mlx)

@@ -26,7 +26,7 @@ SCENES = {
 @pytest.mark.parametrize("name", SCENES)
 def test_it_is_attention_and_unwritten_pages_do_not_matter(name: str) -> None:
     scene = SCENES[name]
-    assert scene.error(reference_attention(*scene.arguments(), **scene.options())) < 1e-5
+    assert scene.error(reference_attention(*scene.arguments())) < 1e-5
 
 
 @pytest.mark.parametrize("missing", [0, 0xFFFF])
@@ -41,12 +41,12 @@ def test_what_a_window_has_left_does_not_matter(policy: str, missing: int) -> No
     scene.pages[0] = mx.full(scene.pages.shape[1:], 0x7FC0, dtype=mx.uint16)
     table[1, : (700 - 62) // 256], table[2, : (1100 - 62) // 256] = missing, missing
     scene.block_table = mx.array(table)
-    assert scene.error(reference_attention(*scene.arguments(), **scene.options())) < 1e-5
+    assert scene.error(reference_attention(*scene.arguments())) < 1e-5
 
 
 def test_a_query_that_sees_nothing_gets_zeros() -> None:
     scene = Scene(page_format("q4", 2, 64), (0, 2), 4, query_count=4, has_sinks=True)
-    got = np.array(reference_attention(*scene.arguments(), **scene.options()))
+    got = np.array(reference_attention(*scene.arguments()))
     assert not got[0].any()
     assert not got[1, :, :2].any()
     assert got[1, :, 2:].all()

@@ -142,7 +142,7 @@ class Launches:
         if name == "gather":
             start, count = given["span"].tolist()
             return frozenset(
-                (slot, int(page)) for page in table[start // PAGE_TOKENS : -(-(start + count) // PAGE_TOKENS)]
+                (slot, int(page)) for page in table[0, start // PAGE_TOKENS : -(-(start + count) // PAGE_TOKENS)]
             ), frozenset()
         last = self._rows[max(number for number, launch in enumerate(self.all) if launch.name == "append")]
         pages = {

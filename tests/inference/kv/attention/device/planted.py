@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from inference_svc.kv.attention.fused import fused_attention, window_attention
+from inference_svc.kv.attention.fused import TARGETS, fused_attention, window_attention
 from inference_svc.kv.attention.in_place import append_rows, gathered_values, store_pages
 from inference_svc.kv.attention.kernels import Dialect
+from inference_svc.kv.attention.reference import LayerPages
 from inference_svc.kv.page import PageFormat
 from tests.inference.kv.attention.scenes import FP16, Scene, page_format
 
@@ -168,19 +169,20 @@ def run(kernel: str, policy: str = "q4") -> None:
     """A small launch of a kernel by the compiler of Metal's dialect, whatever that is; a reduction is behind splits."""
     if kernel in ("split", "tiles", "reduce"):
         scene = suffix(policy) if kernel == "tiles" else Scene(_FORMAT, (300,), 4, 6)
-        mx.eval(fused_attention(*scene.arguments(), **scene.options(), dialect=Dialect.METAL))
+        mx.eval(fused_attention(*scene.arguments(), TARGETS[Dialect.METAL]))
         return
-    pages, table = mx.zeros((3, _FORMAT.units), mx.uint16), mx.array([2, 0], mx.int32)
+    pages = mx.zeros((3, _FORMAT.units), mx.uint16)
+    of_layer = LayerPages(pages, _FORMAT, mx.array([[2, 0]], mx.int32))
     rows, places = mx.random.normal((1, 2, 6, 64)), mx.array([[253, 254, 255, 256, 257, -1]], mx.int32)
     if kernel == "window":
         stored = mx.array([[258, 259, 0]], mx.int32)
         new, asked = mx.random.normal((3, 2, 1, 64)), mx.random.normal((3, 4, 1, 64))
-        given = (new, new), stored, pages, _FORMAT, table[None], mx.array([257], mx.int32)
-        mx.eval(window_attention(asked, *given, scale=0.125, dialect=Dialect.METAL))
+        given = (new, new), stored, of_layer, mx.array([257], mx.int32)
+        mx.eval(window_attention(asked, *given, 0.125, TARGETS[Dialect.METAL]))
     elif kernel == "append":
-        mx.eval(append_rows(rows, rows, pages, _FORMAT, table[None], mx.maximum(places, 256), Dialect.METAL))
+        mx.eval(append_rows(rows, rows, of_layer, mx.maximum(places, 256), Dialect.METAL))
     elif kernel == "gather":
-        mx.eval(*gathered_values(pages, _FORMAT, table, 250, 275, mx.array([258]), mx.float32, Dialect.METAL))
+        mx.eval(*gathered_values(of_layer, 250, 275, mx.array([258]), mx.float32, Dialect.METAL))
     else:
         targets, sources = mx.array([2], mx.int32), mx.array([0], mx.int32)
-        mx.eval(store_pages(pages, pages[:1], targets, sources, 0, 1024, Dialect.METAL))
+        mx.eval(store_pages(pages, targets, pages[:1], sources, range(1024), Dialect.METAL))

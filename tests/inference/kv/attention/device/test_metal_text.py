@@ -14,6 +14,7 @@ from inference_svc.kv.attention import fused
 from inference_svc.kv.attention.geometry import why_not
 from inference_svc.kv.attention.in_place import append_rows, gathered_values, store_pages
 from inference_svc.kv.attention.kernels import Dialect
+from inference_svc.kv.attention.reference import LayerPages, Scoring
 from inference_svc.kv.page import PAGE_TOKENS, PageFormat
 from tests.emulation.metal_text import by_kernel, faults, printing_compiler, texts
 from tests.inference.kv.attention.scenes import BF16, FP16, page_format
@@ -71,19 +72,21 @@ def texts_of(case: Case) -> dict[str, str]:
     rows = [mx.zeros((case.batch, key.kv_heads, case.queries, width), case.dtype) for width in (key.dim, value.dim)]
     queries = mx.zeros((case.batch, 2 * key.kv_heads, case.queries, key.dim), case.dtype)
     sinks = mx.zeros(2 * key.kv_heads, case.dtype) if case.has_sinks else None
-    options = {"scale": 0.1, "sinks": sinks, "window": 300 if case.batch == 2 else None}
+    scoring = Scoring(0.1, 300 if case.batch == 2 else None, sinks)
     window, in_window = case.batch * 8, mx.zeros((case.batch, 8), mx.int32)
     window_rows = [mx.zeros((window, key.kv_heads, 1, width), case.dtype) for width in (key.dim, value.dim)]
     window_queries = mx.zeros((window, 2 * key.kv_heads, 1, key.dim), case.dtype)
 
     def recorded(pages: mx.array, table: mx.array, places: mx.array, lengths: mx.array) -> list[mx.array]:
-        stored = append_rows(*rows, pages, case.format, table, places, METAL)
-        mixed = fused.fused_attention(queries, pages, case.format, table, lengths, **options, dialect=METAL)
-        given = window_queries, (window_rows[0], window_rows[1]), in_window, pages, case.format, table, lengths
-        masked = fused.window_attention(*given, scale=0.1, dialect=METAL)
-        read = gathered_values(pages, case.format, table[0], 0, PAGE_TOKENS, stored, case.dtype, METAL)
-        content = mx.zeros((1, case.format.units), mx.uint16)
-        filled = store_pages(pages, content, mx.zeros(1, mx.int32), mx.zeros(1, mx.int32), 0, case.format.units, METAL)
+        of_layer, target = LayerPages(pages, case.format, table), fused.TARGETS[METAL]
+        stored = append_rows(*rows, of_layer, places, METAL)
+        mixed = fused.fused_attention(queries, of_layer, lengths, scoring, target)
+        given = window_queries, (window_rows[0], window_rows[1]), in_window, of_layer, lengths
+        masked = fused.window_attention(*given, 0.1, target)
+        first = LayerPages(pages, case.format, table[:1])
+        read = gathered_values(first, 0, PAGE_TOKENS, stored, case.dtype, METAL)
+        content, zero = mx.zeros((1, case.format.units), mx.uint16), mx.zeros(1, mx.int32)
+        filled = store_pages(pages, zero, content, zero, range(case.format.units), METAL)
         return [stored, mixed, masked, *read, filled]
 
     places, lengths = mx.zeros((case.batch, case.queries), mx.int32), mx.zeros(case.batch, mx.int32)

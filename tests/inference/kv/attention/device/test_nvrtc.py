@@ -14,8 +14,8 @@ import pytest
 import structlog
 
 from inference_svc.kv.attention import fused, kept_kernel, nvrtc
-from inference_svc.kv.attention.fused import fused_attention
-from inference_svc.kv.attention.geometry import split_geometry
+from inference_svc.kv.attention.fused import KernelTarget, fused_attention
+from inference_svc.kv.attention.geometry import Queries, split_geometry
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.nvrtc import CompileError, compiled_program, kept_programs
 from tests.emulation.emulator import cuda_emulator, cxx
@@ -24,7 +24,7 @@ from tests.inference.kv.attention.scenes import Scene, page_format
 
 pytestmark = needs_compiler
 
-HOPPER = {"dialect": Dialect.CUDA, "has_warpgroups": True}
+HOPPER = KernelTarget(Dialect.CUDA, has_warpgroups=True)
 # Its code is the program and the options, and a count of what was compiled. It refuses a program with an error in it.
 LIBRARY = """
 #include <cstring>
@@ -184,7 +184,7 @@ def test_where_products_of_warpgroups_cannot_be_launched_tiles_serve(
     scenes = [Scene(page_format("q4", 1, 64), (600, 40), 4, queries, dtype=mx.bfloat16) for queries in (17, 40)]
     with structlog.testing.capture_logs() as logs:
         for scene in scenes * 2:
-            found = fused_attention(*scene.arguments(), **scene.options(), **HOPPER)  # type: ignore[arg-type]
+            found = fused_attention(*scene.arguments(), HOPPER)
             assert mx.array_equal(found, attention(scene, Dialect.CUDA))
     assert [line["event"] for line in logs] == ["kernel.not_launched"], "said once, of two programs"
 
@@ -199,12 +199,8 @@ def test_a_program_is_launched_once_for_no_tokens_before_it_serves(monkeypatch: 
 
     monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", launch)
     form = page_format("q4", 2, 128)
-    how: dict[str, Any] = {
-        "query_type": "bfloat16",
-        "dialect": Dialect.CUDA,
-        "has_warpgroups": True,
-    }
-    shapes = [split_geometry(form, 192, tokens, **how) for tokens in (1024, 32768, 131072)]
+    queries_of = [Queries("bfloat16", 192, tokens) for tokens in (1024, 32768, 131072)]
+    shapes = [split_geometry(form, each, Dialect.CUDA, has_warpgroups=True) for each in queries_of]
     assert all(fused._is_launched(shape, mx.bfloat16) for shape in shapes)
     assert len({shape.split for shape in shapes}) > 1
     (only,) = launched

@@ -132,8 +132,8 @@ def test_all_of_a_cell_is_enqueued_before_a_step_beside_it_may_move_the_pool(mon
 def unread_lengths(made: Callable[..., Any]) -> Callable[..., Any]:
     """Attention that does not take the array that its pass's write gave back."""
 
-    def attention(queries: Any, pages: Any, form: Any, table: Any, lengths: mx.array, **options: Any) -> Any:
-        return made(queries, pages, form, table, mx.zeros(lengths.shape, mx.int32), **options)
+    def attention(queries: Any, rows: Any, lengths: mx.array, *how: Any, **options: Any) -> Any:
+        return made(queries, rows, mx.zeros(lengths.shape, mx.int32), *how, **options)
 
     return attention
 

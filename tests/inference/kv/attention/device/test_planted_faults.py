@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -56,8 +55,8 @@ def test_a_planted_fault_is_found(name: str) -> None:
 def test_a_fragment_that_lies_otherwise_changes_results(name: str) -> None:
     scene, errors = suffix(), list[float]()
     for changes in ([], [change_of(MISPLACED[name])]):
-        how: Any = {"dialect": Dialect.METAL, "compiler": watching_compiler([], *changes)}
-        errors.append(scene.error(fused.fused_attention(*scene.arguments(), **scene.options(), **how)))
+        target = fused.KernelTarget(Dialect.METAL, watching_compiler([], *changes))
+        errors.append(scene.error(fused.fused_attention(*scene.arguments(), target)))
     assert errors[0] < 1e-3 < 0.05 < errors[1]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from inference_svc.kv.attention import fused, geometry, kernels
 from inference_svc.kv.attention.choice import device_dialect
-from inference_svc.kv.attention.geometry import SplitGeometry, split_geometry
+from inference_svc.kv.attention.geometry import Queries, SplitGeometry, split_geometry
 from inference_svc.kv.attention.kept_kernel import program_text
 from inference_svc.kv.attention.kernels import Dialect, warpgroups_source
 from inference_svc.kv.attention.paged import paged_attention
@@ -95,8 +95,8 @@ def test_more_tiles_than_places_for_values_have_the_same_bits_beside_others() ->
     many = Scene(page_format("q4", 1, 128), (450, 40), 4, 45, dtype=BFLOATS, blocks=2)
     together = attention(many, Dialect.CUDA, has_warpgroups=True)
     assert many.error(together) < BOUNDS[BFLOATS]
-    how = {"dialect": Dialect.CUDA, "compiler": early_cuda_emulator, "has_warpgroups": True}
-    early = fused.fused_attention(*many.arguments(), **many.options(), **how)  # type: ignore[arg-type]
+    target = fused.KernelTarget(Dialect.CUDA, early_cuda_emulator, has_warpgroups=True)
+    early = fused.fused_attention(*many.arguments(), target)
     assert mx.array_equal(early, together)
     alone = replace(many, lengths=(450,))
     alone.queries, alone.pages, alone.block_table = many.queries[:1], many.pages, many.block_table[:1]
@@ -118,13 +118,13 @@ def test_what_products_read_is_fenced_before_it_is_handed_over() -> None:
 def test_this_devices_own_attention_of_many_queries() -> None:
     """On a GPU of Hopper's kind these are the products of warpgroups. A CPU rounds de-quantized rows to bfloats."""
     scene = Scene(page_format("q4", 2, 128), (600, 1500), 8, 48, dtype=BFLOATS, blocks=8)
-    found = paged_attention(*scene.arguments(), **scene.options(), dialect=device_dialect())  # type: ignore[arg-type]
+    found = paged_attention(*scene.arguments(), device_dialect())
     assert scene.error(found) < (2e-2 if mx.default_device().type == mx.DeviceType.cpu else BOUNDS[BFLOATS])
 
 
 def made(form: PageFormat, rows: int, tokens: int = 4096, query_type: str = "bfloat16", **how: Any) -> SplitGeometry:
     options = {"dialect": Dialect.CUDA, "has_warpgroups": True} | how
-    return split_geometry(form, rows, tokens, query_type=query_type, **options)
+    return split_geometry(form, Queries(query_type, rows, tokens), **options)
 
 
 def test_warpgroups_serve_what_tiles_would_where_the_device_has_them() -> None:
