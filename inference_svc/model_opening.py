@@ -9,6 +9,7 @@ from kvasir.waits import uptime_s
 
 from inference_svc.config import EngineSettings
 from inference_svc.engine.engine import Engine
+from inference_svc.engine.scheduling.schedulable import DraftRules
 from inference_svc.kv.policy import PolicyRequest
 from inference_svc.memory.costs_file import CostsFile
 from inference_svc.memory.lines.line_parts import LineParts
@@ -136,8 +137,7 @@ def _engine_options(settings: EngineSettings) -> dict[str, Any]:
         "compute_type": settings.compute_type,
         "conversations_file": kvasir_tiny.conversations_path(),
         "longest_gap_s": settings.longest_gap_ms / 1000,
-        "most_drafts": settings.most_drafts,
-        "drafts_from_others": settings.drafts_from == "namespace",
+        "drafts": DraftRules(settings.most_drafts, settings.drafts_from == "namespace"),
         "batch_invariant": settings.batch_invariant,
         "copies_weights": settings.copy_weights,
         "kernels": settings.kernels,

@@ -21,7 +21,7 @@ from inference_svc.engine.mlx_thread import Letter, MlxThread
 from inference_svc.engine.pinned_memory import PinnedMemory
 from inference_svc.engine.reply_text import ReplyText
 from inference_svc.engine.scheduling.hot_memories import Owed
-from inference_svc.engine.scheduling.schedulable import Rules, SharedPass
+from inference_svc.engine.scheduling.schedulable import DraftRules, Rules, SharedPass
 from inference_svc.engine.sequence import Sequence
 from inference_svc.formats.grammars import GrammarMatcher
 from inference_svc.kv.batch.packed_pass import ROW_TOKENS
@@ -32,7 +32,8 @@ from inference_svc.model.model_runner import ModelRunner, cell_limits
 from inference_svc.model.open_model import ModelArguments, OpenedModel, open_model
 
 ResultT = TypeVar("ResultT")
-ModelOpener = Callable[..., tuple[OpenedModel, ModelRunner]]  # takes what `open_model` takes
+# As `open_model`.
+ModelOpener = Callable[[str | Path, ModelArguments, Callable[[str], None]], tuple[OpenedModel, ModelRunner]]
 _DECODED_PART = 2  # decoded copies of what is being decoded may take this part of the budget, beside it
 
 
@@ -208,10 +209,7 @@ class Engine:
         *,
         memory_budget_bytes: int | Callable[[ModelInfo], int],
         longest_gap_s: float = Rules.longest_gap_s,
-        most_drafts: int | None = None,
-        drafts_from_others: bool = True,
-        name: str = "",
-        batch_invariant: bool = False,
+        drafts: DraftRules = DraftRules(),
         opener: ModelOpener = open_model,
         begin_phase: Callable[[str], None] = lambda _: None,
         start: Callable[[Callable[[], EngineWorker]], MlxThread[EngineWorker]] = MlxThread,
@@ -220,9 +218,8 @@ class Engine:
         """Start the MLX thread and load a model on it; blocks until it can serve. `model`: a directory that mlx-lm can
         load, or a Hugging Face repository name. `memory_budget_bytes` bounds all KV; it may be a function of the
         model's facts, which raises KvasirError where it has no room. A request for the policy `auto` measures the model
-        first, unless its choice is known. `most_drafts`: None for the device's. `name`: for callers; empty: the name in
-        the model's path. `begin_phase` is called on the MLX thread with the name of each part of the work. `start`
-        makes the worker on its own thread. See `ModelArguments`, `Rules`, `ModelRunner` and `load` for the rest. Raises
+        first, unless its choice is known. `begin_phase` is called on the MLX thread with the name of each part of the
+        work. `start` makes the worker on its own thread. See `ModelArguments`, `Rules` and `load` for the rest. Raises
         NotFound (no such model), FailedPrecondition (LAYER_NOT_KEPT, which names the layer and its class;
         MODEL_NOT_LOADABLE), InvalidArgument (policy, compute type).
         """
@@ -232,12 +229,11 @@ class Engine:
 
         def make_worker() -> EngineWorker:
             nonlocal opened, worker
-            opened, runner = opener(model, batch_invariant=batch_invariant, begin_phase=begin_phase, **which)
+            opened, runner = opener(model, which, begin_phase)
             begin_phase("pool")
-            opened = replace(opened, info=replace(opened.info, name=name or opened.info.name))
-            rules = _rules(opened.info, longest_gap_s, None if batch_invariant else runner)
-            most = _most_drafts(opened) if most_drafts is None else most_drafts
-            rules = replace(rules, most_drafts=most, drafts_from_others=drafts_from_others)
+            rules = _rules(opened.info, longest_gap_s, None if which.get("batch_invariant") else runner)
+            most = _most_drafts(opened) if drafts.most is None else drafts.most
+            rules = replace(rules, most_drafts=most, drafts_from_others=drafts.from_others)
             budget = memory_budget_bytes if isinstance(memory_budget_bytes, int) else memory_budget_bytes(opened.info)
             keep_wired(opened.info.weights_bytes + budget)
             worker = EngineWorker(runner, opened.info, budget, budget // _DECODED_PART, rules, time.monotonic)

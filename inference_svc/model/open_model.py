@@ -53,32 +53,28 @@ class OpenedModel:
 class ModelArguments(TypedDict, total=False):
     """Which model it becomes: `Engine.open` passes this on to `open_model`."""
 
+    name: str  # for callers; empty: the name in the model's path
     cache_dir: Required[Path]  # keeps digests of weights by file identity, and the choices of `auto` by that digest
     policy: identity_pb2.KvPolicy | PolicyRequest | None  # None: 4 bits, groups of 64
     context_tokens: int | None
     compute_type: str | None  # None: float32 on a CPU, else the model's own
     conversations_file: Path | None  # from it `auto` questions the model, if it is written for its tokenizer
+    batch_invariant: bool  # see `ModelRunner`
     copies_weights: bool
     kernels: Wanted  # "reference": none
 
 
 def open_model(
-    name: str | Path,
-    *,
-    cache_dir: Path,
-    policy: identity_pb2.KvPolicy | PolicyRequest | None = None,
-    context_tokens: int | None = None,
-    compute_type: str | None = None,
-    conversations_file: Path | None = None,
-    batch_invariant: bool = False,
-    copies_weights: bool = False,
-    kernels: Wanted = "auto",
-    load: Callable[..., LoadedModel] = load,
+    model: str | Path,
+    which: ModelArguments,
     begin_phase: Callable[[str], None] = lambda _: None,
+    *,
+    load: Callable[..., LoadedModel] = load,
 ) -> tuple[OpenedModel, ModelRunner]:
     begin_phase("weights")
-    directory = find_model(name)
-    loaded = load(directory, compute_type, copies_weights=copies_weights, kernels=kernels)
+    directory, cache_dir, compute_type = find_model(model), which["cache_dir"], which.get("compute_type")
+    copies, kernels = which.get("copies_weights", False), which.get("kernels", "auto")
+    loaded = load(directory, compute_type, copies_weights=copies, kernels=kernels)
     logger.info("weights.loaded how=%s", loaded.placement.in_words)
     begin_phase("identity")
     digest = weights_digest(directory, cache_dir)
@@ -86,7 +82,7 @@ def open_model(
     begin_phase("probing")
     keep_for_computing(_SPARE_BYTES)
     probes = ProbeMemory(cache_dir, digest, compute_type, loaded.kernels.conditions)
-    known = probes.read()
+    known, batch_invariant = probes.read(), which.get("batch_invariant", False)
     runner = ModelRunner(loaded.model, batch_invariant=batch_invariant, known=known, kernels=loaded.kernels)
     if batch_invariant and runner.is_on_gpu and MaskWindow.of_config(loaded.config) is not None:
         raise FailedPrecondition.of(
@@ -94,7 +90,9 @@ def open_model(
         )
     if known is None and not loaded.kernels.has_failed:
         probes.write(runner.probed)
-    chosen = _policy(policy, directory, loaded, runner, digest, cache_dir, conversations_file)
+    chosen = _policy(which, directory, loaded, runner, digest)
+    name = which.get("name") or (kvasir_tiny.name_of(directory) if Path(model).is_dir() else str(model))
+    context_tokens = which.get("context_tokens")
     info = _info(name, directory, loaded, runner, chosen, digest, context_tokens)
     if context_tokens is not None and context_tokens > info.context_tokens:
         logger.warning("context.shorter context_tokens=%d model=%d", context_tokens, info.context_tokens)
@@ -114,25 +112,20 @@ def open_model(
 
 
 def _policy(
-    policy: identity_pb2.KvPolicy | PolicyRequest | None,
-    directory: Path,
-    loaded: LoadedModel,
-    runner: ModelRunner,
-    digest: str,
-    cache_dir: Path,
-    conversations_file: Path | None,
+    which: ModelArguments, directory: Path, loaded: LoadedModel, runner: ModelRunner, digest: str
 ) -> ChosenPolicy:
+    policy = which.get("policy")
     if isinstance(policy, identity_pb2.KvPolicy):
         return ChosenPolicy(policy, "asked for")
     request = policy or PolicyRequest()
-    file = conversations_file if request.rung is None else None
+    file = which.get("conversations_file") if request.rung is None else None
     read_conversations = functools.partial(Conversations.read_for, file, tokenizer_digest(directory))
     subject = exam.Subject(runner, loaded.tokenizer, read_conversations, loaded.context_tokens)
-    return chosen_policy(request, subject, digest, cache_dir, time.monotonic)
+    return chosen_policy(request, subject, digest, which["cache_dir"], time.monotonic)
 
 
 def _info(
-    name: str | Path,
+    name: str,
     directory: Path,
     loaded: LoadedModel,
     runner: ModelRunner,
@@ -144,7 +137,7 @@ def _info(
     identity = identity_pb2.KvIdentity(weights_digest=digest, layers=runner.layers, policy=chosen.policy)
     applied = applied_layers(runner.layout, identity, runner.new_pool(identity.policy), runner.compute_type)
     return ModelInfo(
-        name=_shown_name(name, directory),
+        name=name,
         kv_identity=identity,
         tokenizer_digest=tokenizer_digest(directory),
         template_digest=template_digest(loaded.tokenizer.chat_template),
@@ -161,10 +154,6 @@ def _info(
         mask_window=MaskWindow.of_config(loaded.config),
         sampling_defaults=sampling_defaults(directory),
     )
-
-
-def _shown_name(name: str | Path, directory: Path) -> str:
-    return kvasir_tiny.name_of(directory) if Path(name).is_dir() else str(name)
 
 
 def _token_text(directory: Path, loaded: LoadedModel) -> TokenText:

@@ -16,20 +16,22 @@ from inference_svc.engine.engine import Engine
 from inference_svc.kv.page import PAGE_TOKENS
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import SequenceKV
+from inference_svc.model.open_model import ModelArguments
 
 SHAPE = "llama-3.1-8b-6l"
+WHICH = ModelArguments(cache_dir=Path("unused"))
 TOKENS = Random(7).choices(range(1000), k=3 * PAGE_TOKENS + 40)
 REPLY_TOKENS = 12
 
 
 @pytest.fixture(scope="module")
 def runner() -> PlayedRunner:
-    return open_played(SHAPE, policy=None, context_tokens=None)[1]
+    return open_played(SHAPE, WHICH)[1]
 
 
 @pytest.fixture
 def pool(runner: PlayedRunner) -> KvPool:
-    policy = open_played(SHAPE, policy=None, context_tokens=None)[0].info.kv_identity.policy
+    policy = open_played(SHAPE, WHICH)[0].info.kv_identity.policy
     return runner.new_pool(policy, 40 << 20)
 
 
@@ -111,8 +113,8 @@ def test_a_cancelled_prefill_changes_nothing(runner: PlayedRunner, pool: KvPool)
 
 
 def test_pages_have_the_shapes_own_size_and_an_identity_of_their_own() -> None:
-    info = open_played("llama-3.1-8b", policy=None, context_tokens=None)[0].info
-    tiny = open_played(SHAPE, policy=None, context_tokens=None)[0].info
+    info = open_played("llama-3.1-8b", WHICH)[0].info
+    tiny = open_played(SHAPE, WHICH)[0].info
     assert (info.kv_bytes_per_token, info.layer_count, info.context_tokens) == (36_864, 32, 131_072)
     assert info.kv_identity.weights_digest != tiny.kv_identity.weights_digest
 
@@ -120,7 +122,7 @@ def test_pages_have_the_shapes_own_size_and_an_identity_of_their_own() -> None:
 @pytest.mark.parametrize("shape", ["gemma-3-4b", "kvasir-tiny", "nobody-1b"])
 def test_a_shape_that_cannot_be_played_is_refused(shape: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
-        open_played(shape, policy=None, context_tokens=None)
+        open_played(shape, WHICH)
     assert refused.value.field in ("shape", "geometry")
 
 

@@ -154,6 +154,12 @@ class BesideOthers:
     With 2,000 tokens that takes about half a step: a tenth of the time at 16 steps."""
 
 
+@dataclass(frozen=True, slots=True)
+class DraftRules:
+    most: int | None = None  # tokens that a step tries ahead where the turn has no number; None: the device's
+    from_others: bool = True  # text that other agents of the turn's namespace have in memory is tried, too
+
+
 @dataclass(frozen=True)
 class Rules:
     cell_tokens: int = 256

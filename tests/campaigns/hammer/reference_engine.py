@@ -14,6 +14,7 @@ from kvasir.formats.digest import Digest
 
 from inference_svc.engine.api import AgentKey, Cold, Ended, Event, Failed, Hot, SamplingParams, Tokens, TurnPlan
 from inference_svc.engine.engine import Engine
+from inference_svc.engine.scheduling.schedulable import DraftRules
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.prompting import Prompting, Tokenized
 from inference_svc.text.conversation import dialogue, render
@@ -31,7 +32,10 @@ class AloneEngine:
 
     def __init__(self, model: str, cache_dir: Path) -> None:
         self._engine = Engine.open(
-            model or kvasir_tiny.path(), cache_dir=cache_dir, memory_budget_bytes=_MEMORY_BYTES, most_drafts=0
+            model or kvasir_tiny.path(),
+            cache_dir=cache_dir,
+            memory_budget_bytes=_MEMORY_BYTES,
+            drafts=DraftRules(most=0),
         )
         self._prompting = Prompting(self._engine.tokenizer, self._engine.token_text)
         self._transcripts: dict[str, RememberedText] = {}

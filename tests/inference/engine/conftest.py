@@ -9,6 +9,7 @@ import pytest
 
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_worker import EngineWorker
+from inference_svc.engine.scheduling.schedulable import DraftRules
 from tests.inference.engine.cells import cells_of, cells_of_new_engines
 from tests.inference.engine.drafts.planted_drafts import Told, planted
 from tests.inference.engine.driving import Driver
@@ -37,7 +38,7 @@ def drivers(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             memory_budget_bytes=256 << 20,
             longest_gap_s=0,
             batch_invariant=batch_invariant,
-            most_drafts=16,  # on a GPU, too
+            drafts=DraftRules(most=16),  # on a GPU, too
         )
         assert engine.model.cell_tokens == cell_tokens
         opened.append(Driver(engine))

@@ -14,7 +14,7 @@ from kvasir.server.interceptors import settle_garbage
 from inference_svc.engine import api
 from inference_svc.engine.engine import Engine, TurnHandle
 from inference_svc.engine.mlx_thread import MlxThread
-from inference_svc.engine.scheduling.schedulable import Rules
+from inference_svc.engine.scheduling.schedulable import DraftRules, Rules
 from inference_svc.kv.policy import PolicyRequest
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.text.token_ids import SequenceState, TokenIds
@@ -63,7 +63,7 @@ class MeasuredEngine(Engine):
             memory_budget_bytes=memory_budget_bytes,
             policy=policy,
             longest_gap_s=longest_gap_s,
-            most_drafts=0,  # equal work: a row decodes one token in a step, but where a case sets it otherwise
+            drafts=DraftRules(most=0),  # equal work: one token in a step, but where a case sets it otherwise
         )
         assert isinstance(engine, MeasuredEngine)
         engine.cell_tokens = cell_tokens

@@ -24,7 +24,7 @@ from inference_svc.model import kvasir_tiny
 from inference_svc.model.model_identity import template_digest, tokenizer_digest
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
-from inference_svc.model.open_model import OpenedModel
+from inference_svc.model.open_model import ModelArguments, OpenedModel
 from inference_svc.text.token_text import TokenText
 from kvasir_bench.played.played_pages import PlayedPages
 from kvasir_bench.synthetic.geometries import geometry
@@ -161,17 +161,16 @@ def played_layers(shape: str) -> tuple[list[identity_pb2.LayerLayout], int]:
 
 
 def open_played(
-    name: str | Path,
+    model: str | Path,
+    which: ModelArguments,
+    _begin_phase: Callable[[str], None] = lambda _: None,
     *,
-    policy: identity_pb2.KvPolicy | PolicyRequest | None = None,
-    context_tokens: int | None = None,
     tokens_per_s: float = 0.0,
     sleep: Callable[[float], None] = time.sleep,
     runner_class: type[PlayedRunner] = PlayedRunner,
-    **_options: Any,
 ) -> tuple[OpenedModel, PlayedRunner]:
     """As `open_model`, for a geometry's name. Raises InvalidArgument for a shape or a policy that is not played."""
-    shape = str(name)
+    shape, policy = str(model), which.get("policy")
     layers, most_tokens = played_layers(shape)
     request = policy if isinstance(policy, PolicyRequest) else PolicyRequest(Rung.Q4)
     if request != PolicyRequest(Rung.Q4):
@@ -189,11 +188,11 @@ def open_played(
     digest = blake3(f"kvasir.played.v1 {shape}".encode()).hexdigest()
     identity = identity_pb2.KvIdentity(weights_digest=digest, layers=layers, policy=chosen)
     info = ModelInfo(
-        name=NAME_PREFIX + shape,
+        name=which.get("name") or NAME_PREFIX + shape,
         kv_identity=identity,
         tokenizer_digest=tokenizer_digest(directory),
         template_digest=template_digest(tokenizer.chat_template),
-        context_tokens=min(most_tokens, context_tokens or most_tokens),
+        context_tokens=min(most_tokens, which.get("context_tokens") or most_tokens),
         policy_applied_layers=len(layers),
         policy_name=name_of(chosen),
         policy_why="played, not computed",

@@ -20,6 +20,7 @@ import mlx.core as mx
 
 from inference_svc.engine.api import Hot, Tokens
 from inference_svc.engine.engine import Engine
+from inference_svc.engine.scheduling.schedulable import DraftRules
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from tests.inference.engine.drafts.planted_drafts import Told, planted, wrong_at
 from tests.inference.engine.driving import Driver, Listener, tokens_of
@@ -171,7 +172,7 @@ def _driver() -> Iterator[Driver]:
             memory_budget_bytes=256 << 20,
             longest_gap_s=0,
             batch_invariant=mx.default_device().type != mx.DeviceType.cpu,
-            most_drafts=16,
+            drafts=DraftRules(most=16),
         )
         try:
             yield Driver(engine)

@@ -4,6 +4,7 @@ import ast
 import random
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,7 +110,8 @@ def test_with_an_agents_memory_its_text_goes(driver: Driver) -> None:
 @pytest.fixture
 def of_the_turn(model_dir: Path, tmp_path: Path) -> Iterator[Driver]:
     settings = EngineSettings(listen="unix:/nowhere", state_dir=tmp_path, drafts_from="turn")
-    options = {**_engine_options(settings), "most_drafts": 16}  # on a GPU, too
+    options = _engine_options(settings)
+    options["drafts"] = replace(options["drafts"], most=16)  # on a GPU, too
     engine = Engine.open(model_dir, memory_budget_bytes=64 << 20, **options)
     yield Driver(engine)
     engine.close()

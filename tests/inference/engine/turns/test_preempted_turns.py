@@ -29,6 +29,7 @@ from inference_svc.engine.api import (
 from inference_svc.engine.drafting.draft_lengths import DraftCosts, Proposal
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.files.incoming import Incoming
+from inference_svc.engine.scheduling.schedulable import DraftRules
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from tests.inference.engine.cells import cells_of
 from tests.inference.engine.drafts.planted_drafts import Told, wrong_at
@@ -88,7 +89,7 @@ def open_engine(model_dir: Path, cache_dir: Path) -> Engine:
             memory_budget_bytes=budget_bytes,
             longest_gap_s=0,
             batch_invariant=True,
-            most_drafts=16,
+            drafts=DraftRules(most=16),
         )
 
 

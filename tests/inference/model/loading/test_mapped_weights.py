@@ -18,7 +18,6 @@ from kvasir_bench.synthetic.geometries import geometry
 from kvasir_bench.synthetic.weights import write_model
 from mlx.utils import tree_flatten
 
-from inference_svc.kv.policy import PolicyRequest
 from inference_svc.model.loading import LoadedModel, load
 from inference_svc.model.model_runner import ModelRunner
 from inference_svc.model.open_model import open_model
@@ -361,15 +360,7 @@ class TestDamagedFiles:
                 other.replace(directory / "model.safetensors")
 
         def opened(begin_phase: Callable[[str], None]) -> str:
-            model, _ = open_model(
-                directory,
-                cache_dir=tmp_path / "cache",
-                policy=PolicyRequest(),
-                context_tokens=None,
-                compute_type="float32",
-                conversations_file=None,
-                begin_phase=begin_phase,
-            )
+            model, _ = open_model(directory, {"cache_dir": tmp_path / "cache", "compute_type": "float32"}, begin_phase)
             return model.info.kv_identity.weights_digest
 
         before = opened(lambda _: None)
