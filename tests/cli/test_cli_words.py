@@ -60,7 +60,7 @@ def test_help_shows_options_whole_and_in_words(
         cut = [name for each in options for name in each.opts if not re.search(rf"^  .*{name}\b", shown, re.MULTILINE)]
         assert (cut, re.findall(r"(?m)\w\.\.\.$|\\\[", shown)) == ([], []), shown
         assert "Usage: kvasir" in shown
-        assert not [part for part in ("<bool>", "<str>", "<path>", " range", "[[") if part in shown], shown
+        assert not [part for part in ("<bool>", "<str>", "<path>", " range", "[[", "list[") if part in shown], shown
         flags = [line.split() for line in shown.splitlines() if line.startswith(("  --json ", "  --help "))]
         assert all(words[1] in ("Print", "Show") for words in flags), "a flag wants no value"
 

@@ -25,7 +25,9 @@ def show_plain_words() -> None:
 
     def word(option: TyperOption, ctx: Any) -> str:
         kind = str(pythons(option, ctx)).strip("<>").removesuffix(" range")
-        return _WORDS.get(kind.removeprefix("list[").removesuffix("]"), kind)
+        if kind.startswith("list["):
+            kind = kind.removeprefix("list[").removesuffix("]")
+        return _WORDS.get(kind, kind)
 
     for kind, shown in ((TyperOption, word), (TyperArgument, lambda _argument, ctx: "")):  # noqa: ARG005  typer's name
         setattr(kind, "display_type", shown)  # noqa: B010  mypy forbids to assign a method
