@@ -22,7 +22,7 @@ from kvasir.cli.rows import counted
 from kvasir.cli.running.home import Home
 from kvasir.cli.showing import help_words
 from kvasir.cli.talking import chat
-from kvasir.errors import DataLoss, FailedPrecondition, KvasirError, ResourceExhausted, Unauthenticated
+from kvasir.errors import DataLoss, FailedPrecondition, KvasirError, ResourceExhausted, Unauthenticated, Unavailable
 from typer.core import TyperArgument, TyperOption
 from typer.main import get_command
 
@@ -204,6 +204,8 @@ def test_a_refusal_names_what_is_wrong(refused: tuple[tuple[str, ...], int, str]
     ("refusal", "step"),
     [
         (DataLoss("the index is damaged; run: kvasir store recover", reason="INDEX_DAMAGED"), "run: {} store recover."),
+        (Unavailable("no store answers"), "`{} up`, or name it"),
+        (Unavailable("not stored yet", reason="MEMORY_NOT_STORED"), "not stored yet. Try again; `{} status`"),
         (Unauthenticated("the token is none"), "after `{} reload`"),
         (FailedPrecondition("damaged", reason="MEMORY_DAMAGED"), "`{} agents rollback AGENT VERSION`"),
         (ResourceExhausted("KV memory", reason="MEMORY_EXCEEDED"), "`{} up --memory-gib GIB`"),

@@ -55,6 +55,9 @@ HINTS: dict[type[errors.KvasirError], str] = {
     errors.Internal: "The service's log names the request; please report it.",
 }
 
+# For a service that answered, and gave its reason.
+_ANSWERED = "Try again; `kvasir status` shows problems of the services."
+
 # For reasons that mean more than their type.
 HINTS_BY_REASON: dict[str, str] = {
     "SERVICE_DID_NOT_START": "",
@@ -96,6 +99,8 @@ def hint(error: errors.KvasirError, home: Home) -> str:
     """A sentence with the next step, which names a home that is not the usual one; empty if the message has it
     already."""
     of_type = next((HINTS[kind] for kind in type(error).__mro__ if kind in HINTS), "")
+    if isinstance(error, errors.Unavailable) and error.reason != errors.Unavailable.reason:
+        of_type = _ANSWERED
     step = HINTS_BY_REASON.get(error.reason, of_type)
     return step if step.endswith(" there.") else step.replace("`kvasir ", f"`{home.command('')}")
 
