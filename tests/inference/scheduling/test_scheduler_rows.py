@@ -19,7 +19,7 @@ def test_in_company_a_namespace_has_so_many_rows_in_a_step_and_they_take_turns(
     crowd: int, others: int, rows: int, steps: int
 ) -> None:
     world = World(rules=Rules(beside_others=BesideOthers(rows=rows, seat_steps=steps)), token_s=0.001, cell_s=0.001)
-    mine, theirs = of("a", crowd, 1, 120), of("b", others, 1, 200)
+    mine, theirs = of("a", crowd, 1, 120), of("b", others, 1, 400)
     world.submit(*theirs, *mine)
     while any(job.is_prefilling for job in (*mine, *theirs)):
         world.step()

@@ -18,6 +18,7 @@ from inference_svc.edge.messages import sleep_request, warm_request
 from inference_svc.engine.api import AgentKey, Listener, Priority, TurnPlan
 from inference_svc.memory.agent_memory import AgentMemory, Ahead, Publication, RememberedText, StoredFiles
 from inference_svc.memory.lines.line_states import Stage, Standing
+from inference_svc.memory.service_stats import NamespaceCounters
 from inference_svc.memory.store.answers import Head
 from inference_svc.text.prefix_matching import NO_TEXT
 from inference_svc.text.token_ids import TokenIds
@@ -48,7 +49,7 @@ async def fallen_asleep(commit: Commits) -> tuple[Head, list[AgentKey]]:
     )
     nothing: Any = None
     request: Any = SimpleNamespace(request_id="r")
-    turn = Progress(request, nothing, TurnTiming(0.0), nothing, task=asyncio.current_task())
+    turn = Progress(request, nothing, TurnTiming(0.0), NamespaceCounters(), task=asyncio.current_task())
 
     async def fall_asleep(asleep: AgentMemory) -> Head:
         return await commit(turn, asleep)
@@ -92,7 +93,7 @@ async def computed_again(request: TurnRequest, *, borrows: bool) -> list[TurnPla
 
     parts: Any = SimpleNamespace(engine=SimpleNamespace(submit=submit))
     nothing: Any = None
-    turn = Progress(request, nothing, TurnTiming(0.0), nothing, task=asyncio.current_task())
+    turn = Progress(request, nothing, TurnTiming(0.0), NamespaceCounters(), task=asyncio.current_task())
     transcript = RememberedText("abcdef", TokenIds(range(6)), (1,) * 6)
     told = replace(memory(), transcript=transcript, files=StoredFiles(runs=(2, 4)))
     await Sleeper(parts)._computed(turn, KEY, told, borrows=borrows)

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 from kvasir import errors
+from kvasir.clients import Lineage
 from kvasir.formats.digest import Digest
 
 from inference_svc.memory.lines import publications
@@ -44,10 +45,10 @@ def test_a_conflict_with_ones_own_version_is_a_commit() -> None:
         house.store.lost_answers = 1
         real = house.store.commit
 
-        async def forgetful(agent: str, manifest: Digest, parent: Version, timeout_s: float, **_how: object) -> Head:
-            if parent != house.store.head.identity:
+        async def forgetful(agent: str, digest: Digest, parent: int, *, lineage: Lineage, **how: object) -> Head:
+            if Version(parent, lineage.parent_manifest) != house.store.head.identity:
                 raise errors.Conflict("moved", metadata={"head_version": "1"})
-            return cast("Head", await real(agent, manifest, parent, timeout_s))
+            return cast("Head", await real(agent, digest, parent, lineage=lineage, **how))
 
         house.store.commit = forgetful
         outcome = await house.publish(remembered("one", NO_HEAD))
