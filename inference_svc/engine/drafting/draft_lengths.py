@@ -100,7 +100,7 @@ class DraftCosts:
     def lengths(self, rows: int, proposals: Mapping[RowT, Proposal], most_rows: int) -> dict[RowT, int]:
         """Drafts of each row that has some, so that the step gives the most tokens a second; empty where none pay.
         `rows`: of the step without drafts. Each next draft is the one most likely to be right, of all rows' next ones:
-        every row costs the same.
+        every row costs the same. The first is compared with a step without drafts alone, as both were measured.
         """
         is_known = self._drafted.is_known(_FEW_DRAFTED if self._plain.is_known() else _FEW_STEPS)
         known, settled = (self._drafted, 1.0) if is_known else (self._plain, _USUAL_SETTLED)
@@ -111,7 +111,7 @@ class DraftCosts:
         likely = [(-each.chance_at(0), place, row) for place, (row, each) in enumerate(proposals.items()) if each.most]
         heapify(likely)
         for _ in range(most_rows - rows):
-            if not likely or -likely[0][0] * seconds <= row_s * tokens:
+            if not likely or (lengths and -likely[0][0] * seconds <= row_s * tokens):
                 break
             negative, place, row = heappop(likely)
             lengths[row] = lengths.get(row, 0) + 1

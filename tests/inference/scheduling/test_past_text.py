@@ -82,6 +82,7 @@ PROPOSALS = st.dictionaries(
 
 
 @given(PROPOSALS, st.integers(3, 9), st.floats(0.01, 2), st.integers(3, 16))
+@example({"a": Proposal(1, 0.0625)}, 3, 0.03125, 4)  # a step with a draft was quicker than one without
 def test_no_other_lengths_give_more_tokens_a_second(
     proposals: dict[str, Proposal], rows: int, row_s: float, most_rows: int
 ) -> None:
