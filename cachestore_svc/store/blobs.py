@@ -199,9 +199,9 @@ class _Register:
             self._core.write_budget.count(change, namespace, size_bytes)
             return are_new
 
-        with self._core.catalog.together():  # else the index's thread often commits the blobs alone
-            listed: Future[list[bool]] = self._core.catalog.write_later(namespace, work)
-            self._core.early_commits.listing(namespace, [digest for digest, _ in blobs])
+        brings = partial(self._core.early_commits.listing, namespace, [digest for digest, _ in blobs])
+        # With the commits that it brings: else the index's thread often commits the blobs alone.
+        listed: Future[list[bool]] = self._core.catalog.write_later(namespace, work, brings)
         are_new = listed.result()
         self._core.counters.add(namespace, "blobs_written", len(blobs))
         self._core.counters.add(namespace, "bytes_written", size_bytes)

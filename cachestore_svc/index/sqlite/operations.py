@@ -5,7 +5,6 @@ write are committed in groups. Where they run is a subclass's.
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -71,15 +70,17 @@ class Catalog:
         answer: _Answer = self._submit(operation).result()
         return answer
 
-    def write_later(self, namespace: str, work: Callable[[CatalogChange], Any]) -> "Future[Any]":
-        """As `write`, without waiting. Nobody has to read the answer: facts may be lost, such as times of last use."""
-        return self._submit(Operation(namespace, work, is_write=True))
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """What this thread submits in the block begins to wait at one moment: one commit then has all of it."""
+    def write_later(
+        self, namespace: str, work: Callable[[CatalogChange], Any], then: Callable[[], None] | None = None
+    ) -> "Future[Any]":
+        """As `write`, without waiting. Nobody has to read the answer: facts may be lost, such as times of last use.
+        What `then` submits begins to wait at the same moment: one commit then has all of it.
+        """
         with self._guard:
-            yield
+            answer = self._submit(Operation(namespace, work, is_write=True))
+            if then is not None:
+                then()
+        return answer
 
     def attend(self, begin: Callable[[CatalogChange], None], wake: Callable[[str], None]) -> None:
         """For a database of a server: `begin` is done first whenever it may be another server's than before. `wake` is
