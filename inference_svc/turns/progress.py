@@ -238,13 +238,6 @@ class Progress:
         return self.planned is not None and self.planned.recalled.is_kept
 
     @property
-    def is_guest(self) -> bool:
-        """Whether another store's engine began it and its agent does not remember it: neither waits for the other."""
-        if self.taken is None or not self.taken.begun.peer:
-            return False
-        return not self.request.is_kept or self.taken.begun.continuation is Continuation.BRANCHED
-
-    @property
     def is_running(self) -> bool:
         return self.phase in (TurnPhase.RUNNING, TurnPhase.MOVING) and self.handle is not None
 
@@ -296,3 +289,10 @@ class Progress:
             self.handle.cancel()
         elif self.task is not None:
             self.task.cancel()
+
+
+def is_guest(turn: Progress) -> bool:
+    """Whether another store's engine began it and its agent does not remember it: neither waits for the other."""
+    if turn.taken is None or not turn.taken.begun.peer:
+        return False
+    return not turn.request.is_kept or turn.taken.begun.continuation is Continuation.BRANCHED

@@ -20,7 +20,7 @@ from inference_svc.text.prefix_matching import Outcome
 from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.phases import BegunTurn, Planned, Prompted, Ran, Recalled
 from inference_svc.turns.plan_running import PlanRunner
-from inference_svc.turns.progress import Progress, TakenTurn, TurnPhase
+from inference_svc.turns.progress import Progress, TakenTurn, TurnPhase, is_guest
 from inference_svc.turns.prompts.texts import prompted
 from inference_svc.turns.turn_data import Continuation, TurnRequest
 
@@ -93,7 +93,7 @@ class TakenTurns:
         (HANDOVER_NOT_MOVED) if another store's turn is not about to come with its agent.
         """
         begun, request = taken.begun, turn.request
-        if turn.is_guest:
+        if is_guest(turn):
             recollection, cursor = await self._newest(request), None
         else:
             recollection, cursor = await self._parent(request, begun, self._parts.budget())
@@ -107,7 +107,7 @@ class TakenTurns:
         if sum(begun.prompt.tokens.chars) != len(made.text):
             raise errors.InvalidArgument.of("opening.prompt_token_chars", f"the prompt has {len(made.text)} characters")
         planned = self._taken_plan(replace(made, shortening=begun.shortening), taken)
-        if turn.is_guest:  # the engine, too, lets turns of one agent wait for each other
+        if is_guest(turn):  # the engine, too, lets turns of one agent wait for each other
             planned = replace(planned, plan=replace(planned.plan, key=None))
         return await self._plans.run(planned, turn)
 

@@ -30,7 +30,7 @@ from inference_svc.turns.asleep.sleeping import Sleeper
 from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.phases import Prompted, Ran, Recalled, Remembered
 from inference_svc.turns.plan_running import MemoryMovedError, PlanRunner, moved_away
-from inference_svc.turns.progress import Progress, Stop, TurnPhase
+from inference_svc.turns.progress import Progress, Stop, TurnPhase, is_guest
 from inference_svc.turns.prompts.texts import prompted, recalled_by, with_difference
 from inference_svc.turns.shortening import MemoryShortener
 from inference_svc.turns.taken_turns import TakenTurns
@@ -114,7 +114,7 @@ class TurnFlow:
         """Turns of one agent run one after the other, in order of arrival; different agents' turns run in parallel. A
         peer's turn keeps nobody waiting before its agent has come: then it has its place (`TakenTurns.own`).
         """
-        if (key := turn.request.key) is None or turn.is_guest:
+        if (key := turn.request.key) is None or is_guest(turn):
             yield
             return
         async with contextlib.AsyncExitStack() as place:
