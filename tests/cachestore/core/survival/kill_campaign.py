@@ -245,10 +245,11 @@ def campaign(root: Path, kills: int, seed: int = 0, *, is_sealed: bool = False) 
     lab, told, report, chance = Lab(root), Told(), Report(), random.Random(seed)
     if is_sealed:
         lab.seal(NS, OTHER_NS)
-    began = time.monotonic()
-    (report.effects_per_life, report.differences_per_life), _ = one_life(lab, told, seed, 0, None)
-    life_s = time.monotonic() - began
-    report.problems += compare(lab, told)
+    for _ in range(2):  # the first makes the store's directories, which no later one does
+        began = time.monotonic()
+        (report.effects_per_life, report.differences_per_life), _ = one_life(lab, told, seed, 0, None)
+        life_s = time.monotonic() - began
+        report.problems += compare(lab, told)
     turn = 0
     while report.kills < kills and not report.problems:
         turn += 1
