@@ -747,23 +747,23 @@ class MovingServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def HandOverAgent(self, request, context):
-        """All of the agent is durable at the caller: it is the caller's from now on. Errors: FAILED_PRECONDITION (MOVE_UNKNOWN: it is not, and will
-        not be by this move).
+        """All of the agent is durable at the caller: it is the caller's from now on. Errors: NOT_FOUND (PEER_UNKNOWN: the caller is no peer, or no
+        more), FAILED_PRECONDITION (MOVE_UNKNOWN: it is not, and will not be by this move).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UndoMove(self, request, context):
-        """The caller gives up a move that was not handed over. Errors: none of its own.
+        """The caller gives up a move that was not handed over. Errors: NOT_FOUND (PEER_UNKNOWN).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FenceAgent(self, request, context):
-        """Tells of an owner that the caller knows, by its generation: a store with a lower one does not own the agent any more. Errors: FAILED_PRECONDITION
-        (OWNER_NEWER: this store knows a newer one; "generation"), UNAVAILABLE (LEASE_HELD).
+        """Tells of an owner that the caller knows, by its generation: a store with a lower one does not own the agent any more. Errors: NOT_FOUND
+        (PEER_UNKNOWN), FAILED_PRECONDITION (OWNER_NEWER: this store knows a newer one; "generation"), UNAVAILABLE (LEASE_HELD).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

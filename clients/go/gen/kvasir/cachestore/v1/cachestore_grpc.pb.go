@@ -716,13 +716,13 @@ type MovingServiceClient interface {
 	// store's user, or because the caller was silent for too long or came to no end. To be repeated while blobs are fetched. Errors: NOT_FOUND,
 	// FAILED_PRECONDITION (AGENT_MOVED, AGENT_MOVING, MOVE_UNKNOWN), UNAVAILABLE (LEASE_HELD: an engine has not let go yet).
 	OfferAgent(ctx context.Context, in *OfferAgentRequest, opts ...grpc.CallOption) (*OfferAgentResponse, error)
-	// All of the agent is durable at the caller: it is the caller's from now on. Errors: FAILED_PRECONDITION (MOVE_UNKNOWN: it is not, and will
-	// not be by this move).
+	// All of the agent is durable at the caller: it is the caller's from now on. Errors: NOT_FOUND (PEER_UNKNOWN: the caller is no peer, or no
+	// more), FAILED_PRECONDITION (MOVE_UNKNOWN: it is not, and will not be by this move).
 	HandOverAgent(ctx context.Context, in *HandOverAgentRequest, opts ...grpc.CallOption) (*HandOverAgentResponse, error)
-	// The caller gives up a move that was not handed over. Errors: none of its own.
+	// The caller gives up a move that was not handed over. Errors: NOT_FOUND (PEER_UNKNOWN).
 	UndoMove(ctx context.Context, in *UndoMoveRequest, opts ...grpc.CallOption) (*UndoMoveResponse, error)
-	// Tells of an owner that the caller knows, by its generation: a store with a lower one does not own the agent any more. Errors: FAILED_PRECONDITION
-	// (OWNER_NEWER: this store knows a newer one; "generation"), UNAVAILABLE (LEASE_HELD).
+	// Tells of an owner that the caller knows, by its generation: a store with a lower one does not own the agent any more. Errors: NOT_FOUND
+	// (PEER_UNKNOWN), FAILED_PRECONDITION (OWNER_NEWER: this store knows a newer one; "generation"), UNAVAILABLE (LEASE_HELD).
 	FenceAgent(ctx context.Context, in *FenceAgentRequest, opts ...grpc.CallOption) (*FenceAgentResponse, error)
 }
 
@@ -786,13 +786,13 @@ type MovingServiceServer interface {
 	// store's user, or because the caller was silent for too long or came to no end. To be repeated while blobs are fetched. Errors: NOT_FOUND,
 	// FAILED_PRECONDITION (AGENT_MOVED, AGENT_MOVING, MOVE_UNKNOWN), UNAVAILABLE (LEASE_HELD: an engine has not let go yet).
 	OfferAgent(context.Context, *OfferAgentRequest) (*OfferAgentResponse, error)
-	// All of the agent is durable at the caller: it is the caller's from now on. Errors: FAILED_PRECONDITION (MOVE_UNKNOWN: it is not, and will
-	// not be by this move).
+	// All of the agent is durable at the caller: it is the caller's from now on. Errors: NOT_FOUND (PEER_UNKNOWN: the caller is no peer, or no
+	// more), FAILED_PRECONDITION (MOVE_UNKNOWN: it is not, and will not be by this move).
 	HandOverAgent(context.Context, *HandOverAgentRequest) (*HandOverAgentResponse, error)
-	// The caller gives up a move that was not handed over. Errors: none of its own.
+	// The caller gives up a move that was not handed over. Errors: NOT_FOUND (PEER_UNKNOWN).
 	UndoMove(context.Context, *UndoMoveRequest) (*UndoMoveResponse, error)
-	// Tells of an owner that the caller knows, by its generation: a store with a lower one does not own the agent any more. Errors: FAILED_PRECONDITION
-	// (OWNER_NEWER: this store knows a newer one; "generation"), UNAVAILABLE (LEASE_HELD).
+	// Tells of an owner that the caller knows, by its generation: a store with a lower one does not own the agent any more. Errors: NOT_FOUND
+	// (PEER_UNKNOWN), FAILED_PRECONDITION (OWNER_NEWER: this store knows a newer one; "generation"), UNAVAILABLE (LEASE_HELD).
 	FenceAgent(context.Context, *FenceAgentRequest) (*FenceAgentResponse, error)
 	mustEmbedUnimplementedMovingServiceServer()
 }
