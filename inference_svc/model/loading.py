@@ -152,7 +152,8 @@ def _take_own_operations(model: Module, kernels: KernelChoice) -> None:
     elif kernels.takes_few_rows():
         take_few_rows(model)
         if kernels.joins_steps():
-            has_whole_layers = may_have_whole_layers(model) and kernels.takes_layers() and claim(model)
+            # Claimed first: the check's launches, too, must have no other model's beside them.
+            has_whole_layers = may_have_whole_layers(model) and claim(model) and kernels.takes_layers()
             join_steps(model, whole=has_whole_layers)
 
 

@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import llama, qwen3
 
+from inference_svc.kv.attention import choice
 from inference_svc.kv.attention.fused import COMPILERS
 from inference_svc.kv.attention.kernels import Dialect, layer_source
 from inference_svc.kv.batch.decode_batch import DecodeBatch
@@ -15,6 +16,7 @@ from inference_svc.kv.batch.fused_layer import StepPages
 from inference_svc.kv.model_hooks import whole_layer_check, whole_layers
 from inference_svc.kv.model_hooks.joined_steps import join_steps
 from inference_svc.kv.model_hooks.whole_layers import MAX_ROWS, LayerSizes, claim, whole_layer, why_not
+from inference_svc.model import loading
 from tests.emulation.emulator import cuda_emulator, early_cuda_emulator
 from tests.inference.kv.attention.emulators import needs_compiler
 from tests.inference.kv.attention.joined.test_cut_heads import batch_over_pages, normed
@@ -205,6 +207,21 @@ def test_one_model_alone_has_whole_layers() -> None:
     assert not claim(second)
     del first
     assert claim(second)
+
+
+def test_a_model_is_not_tried_for_whole_layers_while_another_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An embedding model is loaded beside one that is being warmed up."""
+    tried: list[int] = []
+    monkeypatch.setattr(loading, "device", lambda: "cuda")
+    monkeypatch.setattr(loading, "may_have_whole_layers", lambda _: True)
+    monkeypatch.setattr(choice, "device_dialect", lambda: Dialect.CUDA)
+    for name in ("why_wrong_products", "why_wrong_joined"):
+        monkeypatch.setattr(choice, name, lambda: "")
+    monkeypatch.setattr(choice, "why_wrong_layers", lambda: tried.append(1) or "")
+    models = [small(llama, 4) for _ in range(2)]
+    for model in models:
+        loading._take_own_operations(model, choice.KernelChoice())
+    assert tried == [1]
 
 
 @pytest.mark.long(9)
