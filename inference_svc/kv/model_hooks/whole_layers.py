@@ -37,7 +37,8 @@ _GROUPS = (32, 64, 128)
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _OPENED = ("gate_proj", "up_proj", "down_proj")
 _MOST_HEADS = 64  # of K and V
-_MULTIPROCESSORS = 16  # the driver's name for their number
+_DRIVER = "libcuda.so.1"
+_MULTIPROCESSORS, _MPS_ENABLED = 16, 133  # the driver's names for their number, and for a device that processes share
 Matrix = tuple[mx.array, mx.array, mx.array]
 # Blocks of two launches at once could wait for each other's multiprocessors for ever: one model of a process has them.
 _owner: list[ref[Module]] = []
@@ -269,13 +270,16 @@ def _evaluated(made: mx.array) -> mx.array:
 
 @cache
 def multiprocessors() -> int:
-    """Of the CUDA device that this thread uses; 0 where that is unknown."""
-    device, count = ctypes.c_int(), ctypes.c_int()
+    """Of the CUDA device that this thread uses; 0 where that is unknown, or where other processes' launches may run
+    beside this one's (MPS).
+    """
+    device, count, is_shared = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
+        driver = ctypes.CDLL(_DRIVER)
         if driver.cuInit(0) or driver.cuCtxGetDevice(ctypes.byref(device)):
             return 0
+        driver.cuDeviceGetAttribute(ctypes.byref(is_shared), _MPS_ENABLED, device)  # unknown to an old driver
         failed = driver.cuDeviceGetAttribute(ctypes.byref(count), _MULTIPROCESSORS, device)
     except (OSError, AttributeError):
         return 0
-    return 0 if failed else count.value
+    return 0 if failed or is_shared.value else count.value

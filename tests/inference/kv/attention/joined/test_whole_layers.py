@@ -1,7 +1,9 @@
 """A layer as one kernel, emulated with blocks that wait for each other, beside the same layer's kernels one by one."""
 
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -15,9 +17,9 @@ from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.batch.fused_layer import StepPages
 from inference_svc.kv.model_hooks import whole_layer_check, whole_layers
 from inference_svc.kv.model_hooks.joined_steps import join_steps
-from inference_svc.kv.model_hooks.whole_layers import MAX_ROWS, LayerSizes, claim, whole_layer, why_not
+from inference_svc.kv.model_hooks.whole_layers import MAX_ROWS, LayerSizes, claim, multiprocessors, whole_layer, why_not
 from inference_svc.model import loading
-from tests.emulation.emulator import cuda_emulator, early_cuda_emulator
+from tests.emulation.emulator import cuda_emulator, cxx, early_cuda_emulator
 from tests.inference.kv.attention.emulators import needs_compiler
 from tests.inference.kv.attention.joined.test_cut_heads import batch_over_pages, normed
 from tests.inference.kv.attention.joined.test_joined_steps import QWEN3, small
@@ -222,6 +224,29 @@ def test_a_model_is_not_tried_for_whole_layers_while_another_has_them(monkeypatc
     for model in models:
         loading._take_own_operations(model, choice.KernelChoice())
     assert tried == [1]
+
+
+_DRIVER = """
+extern "C" int cuInit(unsigned) { return 0; }
+extern "C" int cuCtxGetDevice(int* device) { *device = 3; return 0; }
+extern "C" int cuDeviceGetAttribute(int* found, int which, int device) {
+  if (device != 3 || (which == 133 && MPS < 0)) return 1;
+  *found = which == 16 ? 132 : which == 133 ? MPS : 0;
+  return 0;
+}
+"""
+
+
+@pytest.mark.parametrize(("mps", "found"), [(0, 132), (1, 0), (-1, 132)], ids=["alone", "shared", "an old driver"])
+def test_a_device_that_processes_share_computes_no_whole_layers(
+    mps: int, found: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By MPS launches of two processes run at once, and blocks of both could wait for each other for ever."""
+    library = tmp_path / f"libdriver{mps}.so"
+    made = [cxx(), "-shared", "-fPIC", f"-DMPS={mps}", "-x", "c++", "-", "-o", str(library)]
+    subprocess.run(made, input=_DRIVER.encode(), check=True)
+    monkeypatch.setattr(whole_layers, "_DRIVER", str(library))
+    assert multiprocessors.__wrapped__() == found
 
 
 @pytest.mark.long(9)
