@@ -1,4 +1,4 @@
-"""A decoding step's layers as one launch each, of up to 16 rows and weights of 4 bits, on a CUDA device.
+"""A decoding step's layers as one launch each, of up to eight rows and weights of 4 bits, on a CUDA device.
 
 Launches cost the processor, and a GPU waits between them. Here each multiprocessor has one block, which goes through
 the steps of a layer, brings weights of the next step while it waits for the others, and waits for them five times.
@@ -26,8 +26,7 @@ from inference_svc.kv.batch.fused_layer import FusedLayer, StepPages
 from inference_svc.kv.model_hooks.few_rows import most_shared_bytes
 from inference_svc.kv.page import PageFormat
 
-MAX_ROWS = 8  # with 16 it is slower than kernels one by one
-_FEW_ROWS = 8  # of one column of fragments
+MAX_ROWS = 8  # a column of fragments; with two it is slower than kernels one by one
 _SLICE, _SUM_STRIDE, _X_PADDING = 528, 36, 32  # as in layer.h and layer_body.h
 _EACH = 64  # inputs of a warp in a stage
 _WARPS = (16, 8)
@@ -76,7 +75,7 @@ def whole_layer(
     slots, _, hidden = x.shape
     matrices, page_format, heads = weights.matrices, step.format, weights.heads
     sizes = LayerSizes(hidden, matrices[4][0].shape[0], heads, hidden // matrices[0][1].shape[1])
-    template, warps, shared_bytes = _program(sizes, slots > _FEW_ROWS, page_format)
+    template, warps, shared_bytes = _program(sizes, page_format)
     made_by = compiler or COMPILERS[Dialect.CUDA]
     made_by = lone_cuda_compiler if made_by is cuda_compiler else made_by
     out, _ = compiled(made_by, layer_source(), shared_bytes)(
@@ -101,11 +100,9 @@ def _scratch(sizes: LayerSizes, page_format: PageFormat, splits: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _program(
-    sizes: LayerSizes, has_many: bool, page_format: PageFormat
-) -> tuple[list[tuple[str, int | bool | mx.Dtype]], int, int]:
+def _program(sizes: LayerSizes, page_format: PageFormat) -> tuple[list[tuple[str, int | bool | mx.Dtype]], int, int]:
     """The kernel's compile-time values, its warps, and bytes of shared memory."""
-    shape = _block_shape(sizes, has_many, page_format)
+    shape = _block_shape(sizes, page_format)
     assert shape is not None, "blocks have no room for it"
     numbers = {
         "HEADS": sizes.heads,
@@ -113,7 +110,7 @@ def _program(
         "INNER": sizes.inner,
         "W_GROUP": sizes.group,
         "WARPS": shape.warps,
-        "TILES": 1 + has_many,
+        "TILES": MAX_ROWS // 8,
         "STAGES": shape.stages,
         "QUERIES": shape.split.queries,
         "TILE": shape.split.tile,
@@ -134,18 +131,18 @@ class _BlockShape:
     shared_bytes: int
 
 
-def _block_shape(sizes: LayerSizes, has_many: bool, page_format: PageFormat) -> _BlockShape | None:
+def _block_shape(sizes: LayerSizes, page_format: PageFormat) -> _BlockShape | None:
     """Of the most warps with room for some stages, whose inputs, 64 for each, make up all depths; None: of none."""
     depths, key = (sizes.hidden, sizes.inner, sizes.heads * page_format.key.dim), page_format.key
-    queries, rows = 8 if sizes.heads // key.kv_heads <= 8 else 16, 2 * _FEW_ROWS if has_many else _FEW_ROWS
+    queries = 8 if sizes.heads // key.kv_heads <= 8 else 16
     for warps in _WARPS:
         parts = warps // WARPS
         split = SplitGeometry(page_format, queries, True, most_tile=64 if parts == 2 else 32)
         while parts > 1 and parts * split.shared_bytes > _ATTENTION_BYTES:
             parts //= 2
         stage = 2 * (warps * _SLICE + 2 * 32 * (_EACH * warps // sizes.group))
-        others = 4 * (warps * rows * _SUM_STRIDE + 16 * rows + 16)
-        others += max(rows * (sizes.hidden + _X_PADDING) * 2, parts * split.shared_bytes)
+        others = 4 * (warps * MAX_ROWS * _SUM_STRIDE + 16 * MAX_ROWS + 16)
+        others += max(MAX_ROWS * (sizes.hidden + _X_PADDING) * 2, parts * split.shared_bytes)
         stages = min(_MOST_STAGES, (_SHARED_BYTES - others) // stage)
         if stages >= _LEAST_STAGES and not any(depth % (_EACH * warps) for depth in depths):
             return _BlockShape(warps, stages, parts, split, stages * stage + others)
@@ -165,7 +162,7 @@ def why_not(sizes: LayerSizes, slots: int, page_format: PageFormat, dtype: mx.Dt
         return "heads of a kind that it does not know"
     if sizes.heads // key.kv_heads > 16 or key.kv_heads > _MOST_HEADS or sizes.group not in _GROUPS:
         return "more heads, or groups of another size, than it knows"
-    return "" if _block_shape(sizes, slots > _FEW_ROWS, page_format) else "sizes that its blocks have no room for"
+    return "" if _block_shape(sizes, page_format) else "sizes that its blocks have no room for"
 
 
 class WholeLayer:

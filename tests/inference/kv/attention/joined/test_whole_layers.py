@@ -125,7 +125,7 @@ def by_steps(x: mx.array, weights: Any, step: StepPages, group: int, monkeypatch
     [
         ((5, 300, 257), 64, "q4", 512),
         ((1,), 32, "q8", 512),
-        (range(1, 10), 128, "exact", 512),
+        (range(1, 1 + MAX_ROWS), 128, "exact", 512),
         ((9, 600), 64, "k8v4", 1024),
     ],
 )
@@ -147,12 +147,12 @@ def test_a_layer_is_near_the_steps_alone_for_each_size_of_groups_and_format_of_p
 
 @pytest.mark.long(9)
 def test_a_row_has_the_same_bits_beside_any_others_and_in_blocks_of_any_number() -> None:
-    lengths = [1 + 37 * row for row in range(11)]
+    lengths = [1 + 37 * row for row in range(MAX_ROWS)]
     x, weights, step = layer(lengths, mx.float16)
     mx.eval(step.pages)
     all_rows = whole_layer(x, weights, step, whole_layers.multiprocessors())
     mx.eval(all_rows)
-    for rows, blocks in ((1, 3), (8, 1)):
+    for rows, blocks in ((1, 3), (5, 1)):
         part = replace(step, block_table=step.block_table[-rows:], places=step.places[-rows:])
         found = whole_layer(x[-rows:], weights, part, blocks if IS_CPU else whole_layers.multiprocessors())
         assert mx.array_equal(found, all_rows[-rows:])
@@ -257,6 +257,7 @@ def test_a_device_that_processes_share_computes_no_whole_layers(
         ("kv_grid_barrier(counters);", ""),
         ("float(own_places[row])", "float(own_places[row] + 1)"),
         ("norm(h, norm_after", "norm(h, norm_in"),
+        ("kv_written();", "kv_written(); if (page == 0) ((kv_u16*)pages)[32 * (50 + warp) + kv_lane] = 0xffff;"),
     ],
 )
 def test_a_kernel_that_is_wrong_does_not_serve(what: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,5 +265,4 @@ def test_a_kernel_that_is_wrong_does_not_serve(what: str, by: str, monkeypatch: 
     assert what in source.source
     wrong = replace(source, name=f"{source.name}w", source=source.source.replace(what, by, 1))
     monkeypatch.setattr(whole_layers, "layer_source", lambda: wrong)
-    monkeypatch.setattr(whole_layer_check, "_SLOTS", (3,))
     assert next(whole_layer_check.differences(), "")
