@@ -63,9 +63,10 @@ class RestoreCosts:
         self._restoring: dict[str, tuple[LearnedCost, float]] = {}
 
     def kept(self) -> dict[str, Any]:
-        """All costs, for `begin_with` after a restart: sums, and the seconds since each source was read."""
-        now_s, known = self._clock(), list(self._restoring.items())  # at once: another thread may learn
-        restoring = {place: [cost.sums, now_s - at_s] for place, (cost, at_s) in known}
+        """What is not forgotten, for `begin_with` after a restart: sums, and the seconds since each source was read."""
+        known, now_s = list(self._restoring.items()), self._clock()  # in this order: another thread may learn
+        ages = {place: (cost.sums, now_s - at_s) for place, (cost, at_s) in known}
+        restoring = {place: [sums, age_s] for place, (sums, age_s) in ages.items() if age_s < FORGOTTEN_S}
         return {"computing": self._computing.sums, "restoring": restoring}
 
     def begin_with(self, kept: Mapping[str, Any], since_s: float) -> None:
@@ -85,15 +86,15 @@ class RestoreCosts:
     def computed(self, start: int, stop: int, seconds: float) -> None:
         """Tokens [start, stop) of a prompt were computed in so many seconds."""
         if stop - start >= LEAST_TOKENS:
-            self.learned += 1
             self._computing.learn(stop - start, _depth(start, stop), seconds)
+            self.learned += 1  # last: a file that has so many measurements has this one
 
     def restored(self, source: str, size_bytes: int, seconds: float) -> None:
         if size_bytes >= LEAST_BYTES:
             cost = self._known(source) or LearnedCost()
             cost.learn(size_bytes, 1.0, seconds)
-            self.learned += 1
             self._restoring[namespace_place(source)] = cost, self._clock()
+            self.learned += 1
 
     def reason_to_compute(self, source: str, tokens: int, size_bytes: int) -> Miss | None:
         """Why a prompt's first tokens should be computed, though the source has them; None: restore them."""

@@ -3,7 +3,8 @@
 import asyncio
 import json
 import math
-from itertools import pairwise
+from collections.abc import Callable
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,35 @@ def test_costs_that_no_engine_kept_are_not_believed(damaged: Any) -> None:
     with pytest.raises(ValueError):
         costs.begin_with(damaged, 1.0)
     assert costs.kept() == before
+
+
+def test_costs_that_are_learned_while_they_are_kept_leave_a_file_that_is_believed() -> None:
+    """Another thread may learn at any moment: here, as the clock is read."""
+    times, meanwhile = count(1_000.0), list[Callable[[], None]]()
+
+    def clock() -> float:
+        now_s = next(times)
+        if meanwhile:
+            meanwhile.pop()()
+        return now_s
+
+    costs = RestoreCosts(clock)
+    costs.computed(0, 8_192, 0.1)
+    meanwhile.append(lambda: costs.restored("store", LEAST_BYTES, 9.0))
+    kept = costs.kept()
+    assert not meanwhile
+    RestoreCosts(clock).begin_with(kept, 0.0)
+    assert len(costs.kept()["restoring"]) == 1
+
+
+def test_a_source_that_is_forgotten_is_not_kept() -> None:
+    world = h200()
+    world.costs.restored("an old one", LEAST_BYTES, 9.0)
+    world.now += FORGOTTEN_S / 2
+    world.costs.restored("store", LEAST_BYTES, 9.0)
+    assert len(world.costs.kept()["restoring"]) == 2
+    world.now += FORGOTTEN_S / 2
+    assert len(world.costs.kept()["restoring"]) == 1
 
 
 class Files:
