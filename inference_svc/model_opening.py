@@ -99,7 +99,7 @@ async def open_served(
     served = ServedModel(name, engine, prompting, turns, lines, line_parts, grace_s, check, embedder, woken)
     served.tasks.append(asyncio.create_task(costs_file.keep()))
     served.warm_up_while_idle(clock)
-    own_turns = OwnTurns(turns, parts.recall.is_wanted, lambda: not embedder.is_idle)
+    own_turns = OwnTurns(turns, parts.recall.is_wanted, lambda: not embedder.is_idle or served.is_leaving.is_set())
     _begin_own_turns(served, settings, WakingParts(own_turns, engine, stores, woken, stats, clock), now_ms)
     return served
 

@@ -34,6 +34,7 @@ class ServedModel:
     embedder: TurnEmbedder
     woken: WokenAgents
     tasks: list[asyncio.Task[None]] = field(default_factory=list)  # that go on beside turns
+    is_leaving: asyncio.Event = field(default_factory=asyncio.Event)  # set: nothing but callers' turns begins
 
     @property
     def is_idle(self) -> bool:
@@ -63,12 +64,17 @@ class ServedModel:
 
     async def retire(self) -> MemoriesLeft:
         """Let turns end for `grace_s`, cancel the rest, and give the store as long to take the hot memories."""
-        self._end_tasks()
+        self.is_leaving.set()
         await asyncio.gather(self.turns.drain(self.grace_s), self.embedder.drain(self.grace_s))
         return await store_owed(self.engine, self.lines, self.grace_s, self.line_parts.clock)
 
+    def stay(self) -> None:
+        """Go on after a `retire`."""
+        self.is_leaving.clear()
+
     async def close(self) -> None:
-        self._end_tasks()
+        for task in self.tasks:
+            task.cancel()
         self.prompting.close()
         for lines in self.lines.values():
             lines.end_retries()
@@ -77,8 +83,7 @@ class ServedModel:
         await asyncio.to_thread(self.engine.close)
 
     def warm_up_while_idle(self, clock: Callable[[], float]) -> None:
-        self.tasks.append(asyncio.create_task(warm_up_while_idle(self.engine, lambda: self.is_idle, clock)))
+        self.tasks.append(asyncio.create_task(warm_up_while_idle(self.engine, self._may_warm_up, clock)))
 
-    def _end_tasks(self) -> None:
-        for task in self.tasks:
-            task.cancel()
+    def _may_warm_up(self) -> bool:
+        return self.is_idle and not self.is_leaving.is_set()

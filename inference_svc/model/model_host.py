@@ -39,8 +39,11 @@ class Served(Protocol):
     def is_idle(self) -> bool: ...
 
     async def retire(self) -> MemoriesLeft:
-        """Let turns end, or end them, and store hot memories. The model can go on serving afterwards."""
+        """Let turns end, or end them, and store hot memories. `stay` or `close` follows."""
         ...
+
+    def stay(self) -> None:
+        """Go on serving after a `retire`."""
 
     async def close(self) -> None:
         """Free the model. Hot memories that are not stored are lost."""
@@ -212,6 +215,7 @@ class ModelHost(Generic[ServedT]):
             return MemoriesLeft()
         left = await self.served.retire()
         if left.unstored and not drop_unstored:
+            self.served.stay()
             raise FailedPrecondition(
                 f"{left.unstored} hot memories are not in the store and would be lost; try again when the store "
                 "answers, or set drop_unstored",

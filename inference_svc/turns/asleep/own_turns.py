@@ -13,17 +13,19 @@ from inference_svc.turns.turn_service import Choices, TurnService
 
 class OwnTurns:
     def __init__(
-        self, turns: TurnService, is_wanted: Callable[[AgentKey], bool], embeds: Callable[[], bool] = lambda: False
+        self, turns: TurnService, is_wanted: Callable[[AgentKey], bool], give_way: Callable[[], bool] = lambda: False
     ) -> None:
-        """`is_wanted`: whether another engine waits for the agent. `embeds`: whether texts are embedded now."""
+        """`is_wanted`: whether another engine waits for the agent. `give_way`: whether texts are embedded now, or the
+        model is about to go.
+        """
         self._turns = turns
         self._is_wanted = is_wanted
-        self._embeds = embeds
+        self._give_way = give_way
         self._numbers = count(1)
 
     @property
     def may_begin(self) -> bool:
-        return self._turns.is_idle and not self._embeds()
+        return self._turns.is_idle and not self._give_way()
 
     async def make(self, key: AgentKey, work: Work) -> None:
         """To its end, or until a caller's turn comes. Raises a KvasirError: why it failed, or Cancelled."""
@@ -52,7 +54,7 @@ class OwnTurns:
 
     def _stands_in_the_way(self, key: AgentKey, work: Work) -> bool:
         """Whether a caller's work runs beside it, or waits elsewhere. Who waits until its agent is awake here gains."""
-        if self._is_wanted(key) or self._embeds():
+        if self._is_wanted(key) or self._give_way():
             return True
         callers = [turn for turns in self._turns.under_way() for turn in turns]
         waits_for_it = work is Work.WAKE and all(turn.request.key == key for turn in callers)

@@ -22,6 +22,9 @@ class SlowToGo:
     async def retire(self) -> MemoriesLeft:
         return MemoriesLeft()
 
+    def stay(self) -> None:
+        raise AssertionError("nothing keeps it")
+
     async def close(self) -> None:
         self.is_going.set()
         await self.let_go.wait()

@@ -156,6 +156,28 @@ def test_agents_unused_for_long_fall_asleep_but_pinned_ones_do_not(
     assert ask(own_house, unused, "and?", 2).token_ids == ask(own_house, pinned, "and?", 2).token_ids
 
 
+@pytest.mark.long(8)
+def test_agents_fall_asleep_after_their_model_was_to_go_and_had_to_stay(
+    own_house: House, new_agent: Callable[[], str]
+) -> None:
+    agent = new_agent()
+    own_house.engine.stop()
+    own_house.engine.options += ["--asleep-after-s", "5", "--stop-grace-s", "0.5", "--commit-wait-s", "0.5"]
+    own_house.repair()
+    ask(own_house, agent, "hello", 1)
+    own_house.store.kill()
+    ask(own_house, agent, "and?", 2)
+    with own_house.client() as client, pytest.raises(FailedPrecondition) as kept:
+        client.unload_model()
+    assert kept.value.reason == "MEMORIES_NOT_STORED"
+    own_house.repair()
+    give_up = time.monotonic() + 30
+    with own_house.store_client() as store:  # to read its newest version would be a use of the agent
+        while not store.get_agent(agent).lines[0].origin_detail.startswith("asleep"):
+            assert time.monotonic() < give_up, own_house.engine.log
+            time.sleep(0.2)
+
+
 @pytest.mark.parametrize("how", ["fork", "archive"])
 def test_a_fork_and_an_archive_of_an_agent_asleep_wake_too(
     house: House, new_agent: Callable[[], str], how: str
