@@ -74,7 +74,7 @@ class Catalog:
         self, namespace: str, work: Callable[[CatalogChange], Any], then: Callable[[], None] | None = None
     ) -> "Future[Any]":
         """As `write`, without waiting. Nobody has to read the answer: facts may be lost, such as times of last use.
-        What `then` submits begins to wait at the same moment: one commit then has all of it.
+        What `then` submits begins to wait at the same moment: one commit has all of it, unless that is full before.
         """
         with self._guard:
             answer = self._submit(Operation(namespace, work, is_write=True))
