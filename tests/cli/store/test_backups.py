@@ -78,6 +78,9 @@ def test_a_restored_home_equals_the_old_one(cli: Cli, client: StoreClient, ada: 
     (cli.home / "tokens" / "other.token").write_text("secret")
     (cli.home / "seal.key").touch(mode=0o600)
     (cli.home / "seal.key").write_text("6d" * 32)
+    (cli.home / "engine").mkdir(exist_ok=True)
+    for name in ("lease-owner", "restore-costs.json", "returns.json"):
+        (cli.home / "engine" / name).write_text("of this engine")
     folder, new = tmp_path / "backup", Cli(tmp_path / "new")
     first = cli.done("backup", folder, "--json").value
     listed = cli.done("agents", "ls", "--json").value, cli.done("agents", "history", "ada", "--json").value
@@ -92,6 +95,8 @@ def test_a_restored_home_equals_the_old_one(cli: Cli, client: StoreClient, ada: 
     assert restored["store"]["is_clean"]
     assert (new.home / "tokens" / "other.token").read_text() == "secret"
     assert not (new.home / "seal.key").exists()
+    of_engine = [path.name for path in (new.home / "engine").iterdir()]
+    assert of_engine == ["returns.json"], "neither its name for leases, nor its machine's speed"
     for path in (folder, *folder.rglob("*"), new.home, *new.home.rglob("*")):
         assert path.stat().st_mode & 0o077 == 0, path
     found = contents(new.home)
