@@ -91,11 +91,16 @@ def find_model(name: str | Path) -> Path:
 
 
 def load(
-    directory: Path, compute_type: str | None, *, copies_weights: bool = False, kernels: Wanted = "auto"
+    directory: Path,
+    compute_type: str | None,
+    *,
+    copies_weights: bool = False,
+    kernels: Wanted = "auto",
+    decodes: bool = True,
 ) -> LoadedModel:
     """Load on the calling thread, which must be the MLX thread. `compute_type` None: float32 on a CPU, where it is
-    fastest, elsewhere the model's own. `copies_weights`: their files may change or go while the model serves. Code that
-    comes with a model is never run.
+    fastest, elsewhere the model's own. `copies_weights`: their files may change or go while the model serves.
+    `decodes`: whether it generates. Code that comes with a model is never run.
     """
     if compute_type is not None and compute_type not in COMPUTE_TYPES:
         raise InvalidArgument(f"compute type: expected one of {sorted(COMPUTE_TYPES)}", field="compute_type")
@@ -126,7 +131,7 @@ def load(
             placement = placement.without(sum(each.nbytes for each in converted), compute_type)
             model.set_dtype(COMPUTE_TYPES[compute_type])
         choice = KernelChoice(kernels)
-        _take_own_operations(model, choice)
+        _take_own_operations(model, choice, decodes=decodes)
         mx.eval(model.parameters(), _own_arrays(model))
         if placement.mapped_bytes:
             let_go(converted)
@@ -144,7 +149,7 @@ def _own_arrays(model: Module) -> list[mx.array]:
     return [value for module in modules.modules() for value in module.values() if isinstance(value, mx.array)]
 
 
-def _take_own_operations(model: Module, kernels: KernelChoice) -> None:
+def _take_own_operations(model: Module, kernels: KernelChoice, *, decodes: bool = True) -> None:
     take_plain_norms(model)
     if device() == "cpu":
         make_row_exact(model)
@@ -153,8 +158,8 @@ def _take_own_operations(model: Module, kernels: KernelChoice) -> None:
         take_few_rows(model)
         if kernels.joins_steps():
             # Claimed first: the check's launches, too, must have no other model's beside them.
-            has_whole_layers = may_have_whole_layers(model) and claim(model) and kernels.takes_layers()
-            join_steps(model, whole=has_whole_layers)
+            may_have = decodes and may_have_whole_layers(model)
+            join_steps(model, whole=may_have and claim(model) and kernels.takes_layers())
 
 
 @contextmanager

@@ -66,7 +66,7 @@ _CELL_TOKENS = 256
 
 class Trunk:
     def __init__(self, directory: Path) -> None:
-        loaded = load(directory, None)
+        loaded = load(directory, None, decodes=False)
         self._model: Any = loaded.model
         if not isinstance(getattr(self._model, "model", None), Module):
             raise not_loadable("its hidden rows cannot be had: it is no trunk with a head")
