@@ -27,8 +27,8 @@ def prompt(seed: int, tokens: int = SHARED_TOKENS + 30) -> str:
 
 
 def slower_than(computed_s: float) -> float:
-    """Bytes per second of a link on which the shared tokens take ten times as long as they were computed in."""
-    return min(1_000_000, SHARED_BYTES / (10 * computed_s))
+    """Bytes per second of a link on which the shared tokens take four times as long as they were computed in."""
+    return min(1_000_000, SHARED_BYTES / (4 * computed_s))
 
 
 def wait_until_known(file: Path) -> None:
