@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 
 from inference_svc.kv.attention.choice import KernelChoice, Wanted
 from inference_svc.kv.model_hooks.few_rows import take_few_rows
-from inference_svc.kv.model_hooks.joined_steps import join_steps
+from inference_svc.kv.model_hooks.joined_steps import has_llamas_blocks, join_steps
 from inference_svc.kv.model_hooks.plain_norms import take_plain_norms
 from inference_svc.kv.model_hooks.quick_swiglu import take_quick_swiglu
 from inference_svc.kv.model_hooks.row_exact import make_row_exact
@@ -158,7 +158,7 @@ def _take_own_operations(model: Module, kernels: KernelChoice, *, decodes: bool 
         take_few_rows(model)
         if kernels.joins_steps():
             # Claimed first: the check's launches, too, must have no other model's beside them.
-            may_have = decodes and may_have_whole_layers(model)
+            may_have = decodes and has_llamas_blocks(model) and may_have_whole_layers(model)
             join_steps(model, whole=may_have and claim(model) and kernels.takes_layers())
 
 

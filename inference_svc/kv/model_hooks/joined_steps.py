@@ -75,6 +75,12 @@ def join_steps(model: Module, *, whole: bool = False) -> None:
             module.__class__ = with_call(kind, _attention_call)
 
 
+def has_llamas_blocks(model: Module) -> bool:
+    """Whether a model has blocks that may be one kernel, if their weights are such."""
+    modules: Any = model
+    return any(map(_is_llamas, modules.modules()))
+
+
 def _gated_call(self: Any, x: mx.array) -> mx.array:
     gate, up = _products(self, "gate_proj"), _products(self, "up_proj")
     is_plain = gate is not None and gate is up and "bias" not in self.gate_proj and "bias" not in self.up_proj

@@ -212,7 +212,7 @@ def test_one_model_alone_has_whole_layers() -> None:
 
 
 def test_a_model_is_not_tried_for_whole_layers_while_another_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor one that never generates, as an embedding model: it would keep the next one from them."""
+    """Nor one that never generates or has other blocks: it would keep the next one from them."""
     tried: list[int] = []
     monkeypatch.setattr(loading, "device", lambda: "cuda")
     monkeypatch.setattr(loading, "may_have_whole_layers", lambda _: True)
@@ -220,9 +220,9 @@ def test_a_model_is_not_tried_for_whole_layers_while_another_has_them(monkeypatc
     for name in ("why_wrong_products", "why_wrong_joined"):
         monkeypatch.setattr(choice, name, lambda: "")
     monkeypatch.setattr(choice, "why_wrong_layers", lambda: tried.append(1) or "")
-    models = [small(llama, 4) for _ in range(3)]
-    for number, decodes, trials in ((0, False, 0), (1, True, 1), (2, True, 1)):
-        loading._take_own_operations(models[number], choice.KernelChoice(), decodes=decodes)
+    models = [small(qwen3, 4, **QWEN3), *(small(llama, 4) for _ in range(3))]
+    for model, decodes, trials in zip(models, (True, False, True, True), (0, 0, 1, 1), strict=True):
+        loading._take_own_operations(model, choice.KernelChoice(), decodes=decodes)
         assert len(tried) == trials
 
 
