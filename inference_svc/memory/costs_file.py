@@ -26,6 +26,7 @@ class CostsFile:
         self.costs = costs
         self._now_ms = now_ms
         self._written = 0  # measurements that the file has
+        self._is_refused = False  # whether the disk did not take the last ones
         self._gate = threading.Lock()  # the last write may come beside the one before it
 
     def read(self) -> None:
@@ -56,6 +57,8 @@ class CostsFile:
             kept = {"conditions": self._conditions, "unix_ms": self._now_ms(), "costs": self.costs.kept()}
             try:
                 replace_private_text(self._path, json.dumps(kept))
-                self._written = learned
+                self._written, self._is_refused = learned, False
             except OSError as error:
-                _LOG.warning("restore_costs.not_kept", file=str(self._path), error=type(error).__name__)
+                if not self._is_refused:
+                    _LOG.warning("restore_costs.not_kept", file=str(self._path), error=type(error).__name__)
+                self._is_refused = True

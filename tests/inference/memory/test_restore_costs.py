@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -221,8 +222,14 @@ def test_a_file_that_cannot_be_written_fails_nothing(files: Files) -> None:
     (path,) = files.state_dir.iterdir()
     path.unlink()
     path.mkdir()
-    file.write()
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(3):  # as every five seconds
+            file.write()
+    assert [line["event"] for line in logs] == ["restore_costs.not_kept"]
     assert not files.knows(files.start())
+    path.rmdir()
+    file.write()
+    assert files.knows(files.start()), "it is tried again"
 
 
 def test_a_file_shows_no_namespace_and_nobody_else_may_read_it(files: Files) -> None:
