@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 import pytest
 
-PARTS = 24
+PARTS = 48
 
 # Of each promise the quickest tests that show it: they run at every commit, however long they take.
 PROMISES: Mapping[str, tuple[str, ...]] = {

@@ -240,6 +240,7 @@ def _leaves(command: Any, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:
         yield from _leaves(each, *words, name)
 
 
+@pytest.mark.long(4)
 @pytest.mark.parametrize("words", [words for words, _ in _leaves(get_command(app)) if words != ("store", "serve")])
 def test_an_unknown_option_ends_each_command_with_2_and_json(words: tuple[str, ...]) -> None:
     refused = in_process(*words, "--no-such-option", "--json")
@@ -284,6 +285,7 @@ def test_a_script_that_asks_for_one_log_is_told_whose_it_is(tmp_path: Path) -> N
     assert told == {"service": "store", "line": "a line"}
 
 
+@pytest.mark.long(2)
 def test_letters_that_the_output_lacks_are_shown_as_escapes_and_end_nothing(tmp_path: Path) -> None:
     text = "Małgorzata, café, 😀"
     _write_log(tmp_path, text)

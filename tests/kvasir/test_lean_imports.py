@@ -65,6 +65,7 @@ def _run(env: dict[str, str], *arguments: str) -> str:
     return ended.stdout
 
 
+@pytest.mark.long(6)
 @pytest.mark.parametrize(
     ("module", "words", "allowed"),
     [

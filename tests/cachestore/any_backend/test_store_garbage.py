@@ -134,6 +134,7 @@ def test_a_commit_gives_its_blobs_a_whole_rest_when_they_are_let_go(lab: Lab) ->
         assert store.blobs.read(NS, content.digests[0])
 
 
+@pytest.mark.long(3)
 def test_writers_and_a_collector_without_grace_never_make_a_row_without_bytes(lab: Lab) -> None:
     with lab.open(grace_period_s=0.0) as store:
         is_over = threading.Event()
@@ -417,6 +418,7 @@ def test_what_was_promised_does_not_go_by_eviction_either(lab: Lab) -> None:
             store.blobs.read(NS, old.digests[0])
 
 
+@pytest.mark.long(2)
 def test_free_and_stored_add_up_after_any_work(lab: Lab) -> None:
     """What the running store counts is what a fresh one counts from its rows."""
     chance = random.Random(4)

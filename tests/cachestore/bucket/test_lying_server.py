@@ -93,6 +93,7 @@ def test_an_answer_that_claims_any_size_takes_no_memory(server: LyingServer, cre
     subprocess.run([sys.executable, "-c", _READS, WHERE, str(credentials)], check=True, timeout=60)
 
 
+@pytest.mark.long(2)
 def test_a_server_that_closes_before_it_read_a_large_object_has_refused_it_if_one_is_there(
     server: LyingServer, patient: Bucket
 ) -> None:
@@ -115,6 +116,7 @@ def test_a_size_that_only_the_look_claims_cuts_no_object(server: LyingServer, pa
     assert bytes(patient.get("a/b", 1 << 40)) == bytes(100)
 
 
+@pytest.mark.long(3)
 @pytest.mark.parametrize("pieces", [_drops, _silence])
 def test_a_folder_that_does_not_answer_keeps_one_request_waiting(
     server: LyingServer, credentials: Path, monkeypatch: pytest.MonkeyPatch, pieces: Callable[[], Iterator[bytes]]
@@ -259,6 +261,7 @@ def test_an_object_for_a_slow_uplink_goes_in_parts_few_at_once(
     assert 1 < most <= 3
 
 
+@pytest.mark.long(2)
 def test_objects_that_share_a_slow_uplink_all_arrive(
     server: LyingServer, credentials: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -245,6 +245,7 @@ def live(root: Path, seeds: Sequence[int], new_catalog: Callable[[], str] = str)
             twins.close()
 
 
+@pytest.mark.long(6)
 @pytest.mark.parametrize("first", range(0, sampled(_LIVES, of=1000), _LIVES))
 def test_known_blobs_are_written_as_those_that_are_looked_up(
     memory_directory: Path, first: int, counted: Counter[bool]

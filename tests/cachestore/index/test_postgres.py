@@ -357,6 +357,7 @@ def test_a_store_whose_database_another_one_took_prolongs_no_lease(url: str, tmp
                 second.leases.acquire(NS, "ada", KV, "another")
 
 
+@pytest.mark.long(2)
 def test_a_store_writes_nothing_while_another_session_has_the_lock(postgres: PostgresServer) -> None:  # noqa: F811
     url = postgres.url(postgres.new_database())
     with catalog_on(url) as catalog:
@@ -370,6 +371,7 @@ def test_a_store_writes_nothing_while_another_session_has_the_lock(postgres: Pos
         assert catalog.write(HOUSE, add_one) == 2
 
 
+@pytest.mark.long(2)
 def test_a_reader_whose_session_the_server_ended_answers_and_goes_on(url: str) -> None:
     def sleeps(view: CatalogView) -> None:
         count_of(view)

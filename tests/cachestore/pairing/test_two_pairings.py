@@ -138,6 +138,7 @@ def partner_of(name: str, *, is_crossed: bool = False) -> str:
     return f"{'joiner' if kind == 'host' else 'host'} {int(number) ^ is_crossed}"
 
 
+@pytest.mark.long(3)
 @pytest.mark.timeout(3600)
 def test_whatever_is_given_to_whom_nobody_pins_anybody_but_the_one_with_the_same_code() -> None:
     middle = Middle(random.Random(1))

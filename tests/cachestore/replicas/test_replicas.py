@@ -43,6 +43,7 @@ def test_writes_of_two_stores_at_a_time_follow_each_other(url: str) -> None:
         assert a.read(HOUSE, count_of) == b.read(HOUSE, count_of) == 80
 
 
+@pytest.mark.long(3)
 def test_stores_share_a_database_with_their_like_alone(url: str) -> None:
     with replica(url):
         with replica(url):
@@ -82,6 +83,7 @@ def test_a_store_that_had_a_database_alone_and_was_cut_off_is_shut_out_by_one_th
             alone.write(HOUSE, add_one)
 
 
+@pytest.mark.long(3)
 def test_a_store_that_was_cut_off_comes_back_to_its_like_and_to_no_other(url: str) -> None:
     with replica(url) as a, replica(url) as b:
         for count in (1, 3):

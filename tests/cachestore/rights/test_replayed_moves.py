@@ -139,6 +139,7 @@ def replayed(root: Path, gives: str) -> Counter[str]:
     return counts
 
 
+@pytest.mark.long(5)
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("gives", first_and_in_turn(["claim", "read"], seconds=5))
 def test_replayed_bytes_of_moves_and_copies_change_no_owner_and_no_memory(tmp_path: Path, gives: str) -> None:

@@ -130,6 +130,7 @@ def _import_over(client: AioStoreClient, archive: list[bytes]) -> Awaitable[obje
     return client.import_agent("ada", archive, replace=True)
 
 
+@pytest.mark.long(6)
 @pytest.mark.parametrize(
     "takes_back",
     [

@@ -243,6 +243,7 @@ def test_a_restored_home_reports_that_it_takes_the_old_ones_place_or_is_another(
         assert [(home / name).exists() for name in ("identity.pem", "peers.toml")] == [has, has]
 
 
+@pytest.mark.long(3)
 @pytest.mark.parametrize(
     ("has", "hurt"),
     [("identity.pem", "identity.pem"), (_PAIRED, "identity.pem"), (_PAIRED, _PAIRED)],

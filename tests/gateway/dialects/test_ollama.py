@@ -84,6 +84,7 @@ def test_a_stream_is_lines_that_say_what_the_whole_says_and_how_long_it_took(fro
     assert last["eval_duration"] > 0
 
 
+@pytest.mark.long(2)
 def test_options_and_formats_are_applied(front: Front) -> None:
     red = [user("My favourite colour is red.")]
     assert told(front, CHAT, messages=red, format=COLOUR)["message"]["content"] == '{"colour": "red"}'

@@ -305,6 +305,7 @@ def test_a_budget_ends_the_thoughts_and_the_answer_comes(thinking: Front, path: 
     assert counts(path, after)[1] >= prompt + reply - 4
 
 
+@pytest.mark.long(3)
 @pytest.mark.parametrize(
     ("path", "change"),
     [

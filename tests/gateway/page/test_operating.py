@@ -211,6 +211,7 @@ def _frame(visitor: Visitor) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long(2)
 def test_sealed_namespaces_are_listed_with_the_commands_for_keys(olga: Browser, front: Front) -> None:
     page = olga.get("keys")
     assert "No namespace is sealed" in page.text

@@ -370,6 +370,7 @@ def test_the_hours_turns_are_the_own_namespaces(lived: Front, ada: Browser, eve:
     assert (turns_of_the_hour(ada), turns_of_the_hour(eve)) == (before[0] + 1, before[1])
 
 
+@pytest.mark.long(2)
 @pytest.mark.parametrize("action", WRITES)
 def test_a_write_is_a_form_of_our_own(lived: Front, ada: Browser, action: str) -> None:
     page = ada.get("agent", id=BRANCHED)

@@ -12,6 +12,7 @@ from inference_svc.model import device_memory
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 
 
+@pytest.mark.long(2)
 def test_a_closed_engine_leaves_neither_weights_nor_pages(model_dir: Path, tmp_path: Path) -> None:
     """On a GPU with room for one model the next one could not be loaded."""
     device_memory.give_back(is_first=False)

@@ -140,6 +140,7 @@ def test_one_call_is_exactly_one(name: str) -> None:
     assert {len(calls_in(name, random_reply(one, chance), TOOLS)) for _ in range(12)} == {1}
 
 
+@pytest.mark.long(2)
 @EVERY
 def test_every_random_reply_is_calls_that_fit_their_schemas(name: str) -> None:
     matcher, schemas = compiled(name, TOOLS), {"weather": WEATHER, "add": ADD}

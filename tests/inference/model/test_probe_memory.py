@@ -31,6 +31,7 @@ def default_policy(runner: ModelRunner) -> Any:
     return PolicyRequest(Rung.FP).policy(Rung.FP, runner.compute_type, len(runner.layers))
 
 
+@pytest.mark.long(2)
 @pytest.mark.parametrize("name", ALL)
 def test_a_runner_of_kept_facts_computes_what_a_probed_one_does(name: str, tmp_path: Path) -> None:
     directory = write_family(tmp_path / "model", ALL[name])

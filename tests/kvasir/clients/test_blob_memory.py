@@ -86,6 +86,7 @@ def from_frames(objects: dict[str, bytes]) -> Read:
     return read
 
 
+@pytest.mark.long(2)
 @pytest.mark.parametrize("source", [from_a_bucket, from_frames])
 def test_readers_beside_each_other_get_their_own_bytes(source: Callable[[dict[str, bytes]], Read]) -> None:
     chance = random.Random(7)

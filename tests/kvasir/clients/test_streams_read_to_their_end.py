@@ -59,6 +59,7 @@ def served(*, breaks: bool) -> Iterator[tuple[_Service, str]]:
         server.stop(1).wait()
 
 
+@pytest.mark.long(2)
 @pytest.mark.parametrize("breaks", [False, True])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_that_is_done_is_not_cancelled_and_does_not_fail_any_more(name: str, breaks: bool) -> None:

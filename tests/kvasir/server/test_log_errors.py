@@ -60,6 +60,7 @@ CONFIGURATIONS = {
 }
 
 
+@pytest.mark.long(2)
 @pytest.mark.parametrize("form", CONFIGURATIONS)
 def test_what_asyncio_says_of_a_lost_error_tells_its_place_and_nothing_that_it_held(form: str) -> None:
     program = LOSES.format(configure=CONFIGURATIONS[form])

@@ -69,6 +69,7 @@ def _from_file(cache: list[Any], folder: Path) -> list[Any]:
     return list(caches.load_prompt_cache(str(folder / "saved.safetensors")))
 
 
+@pytest.mark.long(2)
 @pytest.mark.parametrize("family", _FAMILIES)
 @pytest.mark.parametrize("tokens", [7, _WINDOW, _WINDOW + 1, 230])
 @pytest.mark.parametrize("steps", [0, 5])
@@ -161,6 +162,7 @@ _WINDOWS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long(4)
 @pytest.mark.parametrize("how", _WINDOWS)
 @pytest.mark.parametrize(("tokens", "steps"), [(60, 5), (230, 0), (230, 5)])
 def test_a_damaged_window_does_not_fit(how: str, tokens: int, steps: int, tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ def _rows(cache: list[Any]) -> list[bytes]:
     return [bytes(memoryview(each)) for layer in cache for _, each in tree_flatten(layer.keys_and_values())]
 
 
+@pytest.mark.long(7)
 @pytest.mark.parametrize("make", [_plain, _quantized, _rotating, _mixed])
 def test_a_cache_from_the_store_goes_on_as_the_one_that_never_left(
     model: Any, kept: PromptCaches, tmp_path: Path, make: Any

@@ -88,6 +88,7 @@ def _computed_once(tokens: tuple[int, ...]) -> list[Any]:
     return list(made)
 
 
+@pytest.mark.long(2)
 def test_a_prompt_that_a_stored_cache_begins_goes_on_from_there_after_a_restart(store: RunningStore) -> None:
     cache = _computed(_PROMPT)
     with _caches(store.address) as first:
@@ -160,6 +161,7 @@ def test_a_store_that_is_gone_or_lost_a_cache_costs_no_request(store: RunningSto
         assert caches.fetch_nearest_cache(_TINY, [*_PROMPT, 5]) == (None, [*_PROMPT, 5])
 
 
+@pytest.mark.long(3)
 def test_a_damaged_cache_hides_no_other(store: RunningStore) -> None:
     with _caches(store.address) as first, store.client() as client:
         for begin in (1, 2):

@@ -252,6 +252,7 @@ def test_a_turn_that_is_over_is_not_held(two: Two) -> None:
     assert handle.hold().result(60) is None
 
 
+@pytest.mark.long(2)
 @pytest.mark.parametrize(
     ("wrong", "field"),
     [

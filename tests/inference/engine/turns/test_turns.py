@@ -353,6 +353,7 @@ def test_memory_is_bounded_and_the_longest_unused_goes_first(model_dir: Path, tm
         engine.close()
 
 
+@pytest.mark.long(4)
 def test_close_fails_what_is_open(model_dir: Path, tmp_path: Path) -> None:
     engine = Engine.open(model_dir, cache_dir=tmp_path, memory_budget_bytes=64 << 20)
     driver = Driver(engine)

@@ -97,6 +97,7 @@ def outcome(driver: Driver, listener: Listener, key: Any) -> tuple[object, ...]:
     return reported(listener), progress, ended.mask_passes, ended.cached_tokens, ended.state, driver.files(key)
 
 
+@pytest.mark.long(6)
 @SUMS
 @of_each_model
 @pytest.mark.parametrize(("length", "sums_alike"), [(5, True), (BEHIND_BORDER, True), (411, False)])
@@ -124,6 +125,7 @@ def test_a_turn_is_to_the_bit_that_of_a_cell_for_its_last_prompt_token(
     assert (cells, computed.cells) == ([], [1] * len(KINDS))
 
 
+@pytest.mark.long(2)
 @of_each_model
 def test_only_a_gap_of_one_token_behind_others_needs_no_cell(served: Served, computed: Computed) -> None:
     driver, edge = served.driver, served.driver.engine.model.cell_tokens
@@ -193,6 +195,7 @@ def test_eight_turns_that_begin_together_have_their_last_prompt_tokens_in_one_pa
     assert max(len(rows) for rows in ending) == 9, "beside the window of the turn that was there"
 
 
+@pytest.mark.long(4)
 @SUMS
 @of_each_model
 def test_such_turns_are_beside_all_others_what_they_are_alone(served: Served) -> None:

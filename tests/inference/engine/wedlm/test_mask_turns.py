@@ -186,6 +186,7 @@ def test_the_next_token_takes_no_mask_and_is_that_of_decoding_token_by_token(
     assert usual.passes < TOKENS - 2
 
 
+@pytest.mark.long(3)
 @pytest.mark.parametrize("policy", ["q4", NEXT, IN_ORDER])
 def test_nothing_is_computed_behind_a_kept_token_that_ends_the_reply(
     opened: Callable[[str], Driver], model: Any, policy: str
@@ -247,6 +248,7 @@ def test_a_sampled_reply_depends_on_its_seed_alone(masks: Driver) -> None:
     assert MASK not in {*reply(3), *reply(4), *reply(5)}
 
 
+@pytest.mark.long(3)
 @pytest.mark.parametrize("ending", ["stop", "token", "limit"])
 def test_a_reply_ends_within_the_tokens_of_a_pass(masks: Driver, model: Any, ending: str) -> None:
     """Tokens that were committed together with the last one are nobody's: the next turn goes on as the reference."""
@@ -276,6 +278,7 @@ def test_a_reply_ends_within_the_tokens_of_a_pass(masks: Driver, model: Any, end
     assert drawn(masks.submit((*text, *more), Hot(len(text)), key=key)) == until_end(expected.generate(more, 16))
 
 
+@pytest.mark.long(3)
 def test_a_memory_goes_on_restored_forked_and_in_another_process_as_one_that_never_left(
     masks: Driver, directory: Path, tmp_path: Path
 ) -> None:

@@ -94,6 +94,7 @@ def test_while_bytes_come_it_says_so_and_a_piece_later_they_are_written(driver: 
     assert stored(load.kv) == stored(kv)
 
 
+@pytest.mark.long(5)
 @needs_compiler
 @pytest.mark.parametrize("dialect", [None, Dialect.CUDA])
 @pytest.mark.parametrize("pieces", range(PIECES + 1))

@@ -142,6 +142,7 @@ def test_cells_that_begin_in_one_shared_tail_get_copies_of_it(tmp_path: Path) ->
     assert packing.pool.allocator.used == 0
 
 
+@pytest.mark.long(3)
 @pytest.mark.parametrize(("counts", "rows"), [((70,), 2), ((130, 20), 4)])
 def test_a_packed_graph_kept_ahead_is_the_one_that_cells_need(
     counts: tuple[int, ...], rows: int, tmp_path: Path

@@ -142,6 +142,7 @@ def test_a_store_that_names_an_older_version_than_was_only_read_gets_no_reply_fr
     assert remembered(house, agent) == [*WORDS, "Which words?"]
 
 
+@pytest.mark.long(2)
 def test_beside_an_older_copy_that_was_put_back_a_turn_names_its_base(own_house: House) -> None:
     house, agents = own_house, ("ada", "bob", "eve")
     for agent in agents:
@@ -179,6 +180,7 @@ def test_beside_an_older_copy_that_was_put_back_a_turn_names_its_base(own_house:
     say(house, "eve", "And the last?")
 
 
+@pytest.mark.long(2)
 @pytest.mark.parametrize("is_forked", [False, True])
 def test_an_agent_that_was_deleted_goes_on_at_once_though_the_event_is_late(
     liar: tuple[House, LyingStore], *, is_forked: bool

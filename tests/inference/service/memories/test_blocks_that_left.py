@@ -108,6 +108,7 @@ def test_a_turn_goes_on_and_is_stored_whole_where_the_store_was_killed_after_blo
         assert reply.token_ids == expected
 
 
+@pytest.mark.long(4)
 def test_blocks_of_a_turn_that_was_cut_are_swept_and_the_memory_before_it_stays(
     sweeping: House, new_agent: Callable[[], str]
 ) -> None:
@@ -130,6 +131,7 @@ def test_blocks_of_a_turn_that_was_cut_are_swept_and_the_memory_before_it_stays(
             assert reply.token_ids == expected
 
 
+@pytest.mark.long(6)
 def test_an_agent_that_is_deleted_meanwhile_gets_none_of_the_blocks(
     sweeping: House, new_agent: Callable[[], str]
 ) -> None:

@@ -166,6 +166,7 @@ TEMPLATES = {
 }
 
 
+@pytest.mark.long(2)
 @pytest.mark.parametrize("form", TEMPLATES)
 def test_a_template_that_takes_no_system_there_is_not_told_and_says_so(form: str, model: Path, tmp_path: Path) -> None:
     strict = shutil.copytree(model, tmp_path / "strict")

@@ -182,6 +182,7 @@ def test_what_is_left_out_is_the_models_own_setting_and_a_zero_is_not_left_out(c
     assert absent != off
 
 
+@pytest.mark.long(2)
 def test_penalties_count_the_reply_alone_and_batch_mates_change_none(client: InferenceClient) -> None:
     settings: dict[str, Any] = {"max_tokens": 40, "logit_bias": {77: 4.0, 78: 3.5}, "seed": 5}
     again = client.reply(prompt="door", sampling=settings)

@@ -66,6 +66,7 @@ def test_thoughts_are_told_apart_and_remembered_apart(ada: InferenceClient, new_
     assert said.messages[-1].is_reply
 
 
+@pytest.mark.long(2)
 def test_in_a_tool_loop_thoughts_that_come_back_equal_those_that_never_left(
     ada: InferenceClient, new_agent: Callable[[], str]
 ) -> None:
@@ -115,6 +116,7 @@ def test_a_retry_tells_the_thoughts_again_and_other_thoughts_are_another_turn(
     assert all(reply.started.source != pb.CACHE_SOURCE_REPLAY for reply in replies)
 
 
+@pytest.mark.long(3)
 def test_a_budget_ends_the_thoughts_by_the_templates_end_and_the_reply_goes_on(
     ada: InferenceClient, new_agent: Callable[[], str]
 ) -> None:

@@ -82,6 +82,7 @@ def test_lives_with_naps_are_those_that_never_slept(house: House, new_agent: Cal
         assert (one.blocks, one.tail) == (other.blocks, other.tail), f"life {life}: stored bytes differ"
 
 
+@pytest.mark.long(6)
 def test_an_agent_asleep_costs_its_tokens_and_wakes_with_its_bytes(house: House, new_agent: Callable[[], str]) -> None:
     agent, twin = new_agent(), new_agent()
     for each in (agent, twin):
@@ -178,6 +179,7 @@ def test_agents_fall_asleep_after_their_model_was_to_go_and_had_to_stay(
             time.sleep(0.2)
 
 
+@pytest.mark.long(3)
 @pytest.mark.parametrize("how", ["fork", "archive"])
 def test_a_fork_and_an_archive_of_an_agent_asleep_wake_too(
     house: House, new_agent: Callable[[], str], how: str
@@ -215,6 +217,7 @@ def test_a_fork_of_an_agent_that_is_awake_again_computes_nothing(house: House, n
     assert all((one.blocks, one.tail) == (each.blocks, each.tail) for each in others)
 
 
+@pytest.mark.long(2)
 def test_an_import_of_an_agent_asleep_keeps_the_versions_of_the_agent_that_it_replaces(
     house: House, new_agent: Callable[[], str]
 ) -> None:

@@ -57,6 +57,7 @@ def test_what_is_no_time_stays(text: str) -> None:
     assert clocks.without_times(f"Use {text} here.") == f"Use {text} here."
 
 
+@pytest.mark.long(3)
 @given(st.text(max_size=80))
 def test_a_text_without_digits_and_days_stays(text: str) -> None:
     plain = "".join(char for char in text if not char.isdigit()).replace("day", "")
