@@ -108,15 +108,19 @@ def test_a_newer_database_is_refused_and_left_alone(lab: Lab) -> None:
 
 
 def test_a_step_that_fails_leaves_the_database_as_it_was(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And takes back the step before it: today's code opens what it left."""
     with lab.open() as store:
         publish(store, "a", SyntheticAgent(SMALL, 1).turn(3), 0)
+
+    def sound(connection: sqlite3.Connection) -> None:
+        connection.execute("CREATE TABLE tomorrow (id INTEGER)")
 
     def broken(connection: sqlite3.Connection) -> None:
         connection.execute("DROP TABLE leases")
         raise RuntimeError("broken step")
 
     with monkeypatch.context() as patch:
-        patch.setattr(migrations, "MIGRATIONS", (*migrations.MIGRATIONS, broken))
+        patch.setattr(migrations, "MIGRATIONS", (*migrations.MIGRATIONS, sound, broken))
         with pytest.raises(RuntimeError, match="broken step"):
             lab.open()
     with lab.open() as store:

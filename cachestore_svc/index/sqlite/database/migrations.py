@@ -1,4 +1,4 @@
-"""The schema as numbered steps, each in a transaction of its own: files of SQL, functions where that is not enough."""
+"""The schema as numbered steps, in one transaction: files of SQL, functions where that is not enough."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -66,13 +66,15 @@ def migrate(connection: Connection, now_unix_ms: int) -> bool:
     if not table.exists():
         table.create({"number": int, "applied_unix_ms": int}, pk="number")
     steps = missing({int(row["number"]) for row in table.rows}, len(MIGRATIONS))
-    for number in steps:
-        connection.execute("BEGIN IMMEDIATE")
-        try:
+    if not steps:
+        return False
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        for number in steps:
             MIGRATIONS[number - 1](connection)
             connection.execute("INSERT INTO migrations VALUES (?, ?)", (number, now_unix_ms))
-            connection.execute("COMMIT")
-        except BaseException:
-            connection.execute("ROLLBACK")
-            raise
-    return bool(steps)
+        connection.execute("COMMIT")
+    except BaseException:
+        connection.execute("ROLLBACK")
+        raise
+    return True
