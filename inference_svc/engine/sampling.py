@@ -120,20 +120,21 @@ class Sampler:
 
     def plan(self, rows: mx.array, drafts: Sequence[int] = ()) -> "list[_PlannedDraw | KvasirError]":
         """The draws from logits [drafts + 1, vocabulary], not evaluated: the first behind what was accepted, each other
-        one as if the drafts before it had been drawn. Fewer, if the constraint refuses a draft, or what is before it.
+        one as if the drafts before it had been drawn. Fewer, if the constraint cannot follow a draft, or what is before
+        it: whether it can follow what is drawn shows in a step without drafts.
         """
         recent, followed = None if self._recent is None else self._recent.copy(), 0
-        planned = [row := self._plan(rows[0])]
-        for place, token in enumerate(drafts):
-            if isinstance(row, KvasirError):
-                break
+        planned = [self._plan(rows[0])]
+        for place, token in enumerate(() if isinstance(planned[0], KvasirError) else drafts):
             if self.constraint is not None:
                 if not self.constraint.follow(token):
                     break
                 followed += 1
             if self._recent is not None:
                 self._recent.append(token)
-            planned.append(row := self._plan(rows[place + 1]))
+            if isinstance(row := self._plan(rows[place + 1]), KvasirError):
+                break
+            planned.append(row)
         self._recent = recent
         if drafts and self.constraint is not None:
             self.constraint.go_back(followed)
@@ -247,7 +248,7 @@ class Draws:
         computed behind its row, each in a row of its own there. Begins to compute and does not wait. `is_read_beside`:
         they are read while the device computes something else.
         """
-        self._drafts = drafts or [()] * len(samplers)
+        self._drafts: list[Sequence[int]] = [*drafts] or [()] * len(samplers)
         self._first_rows = list(accumulate((1 + len(each) for each in self._drafts), initial=0))
         logits = logits[: self._first_rows.pop()]
         if any(sampler.constraint is not None for sampler in samplers):
@@ -259,10 +260,12 @@ class Draws:
         self._planned: list[_PlannedDraw | KvasirError | None] = [None] * logits.shape[0]
         groups = self._groups()
         together = {sampler for group in groups for sampler in group}
-        for sampler, first, tried in zip(samplers, self._first_rows, self._drafts, strict=True):
+        for place, (sampler, first) in enumerate(zip(samplers, self._first_rows, strict=True)):
             if not sampler.is_plain and sampler not in together:
+                tried = self._drafts[place]
                 draws = sampler.plan(logits[first : first + 1 + len(tried)], tried)
                 self._planned[first : first + len(draws)] = draws
+                self._drafts[place] = tried[: len(draws) - 1]  # no draft has a row without a draw behind it
         planned = [row for row in self._planned if isinstance(row, _PlannedDraw)]
         # Uint32 [rows]; of a row without a draw any token.
         self.tokens = self._chosen(likeliest) if planned else likeliest

@@ -61,26 +61,46 @@ def test_drafts_change_neither_reply_nor_memory(driver: Driver, told: type[Told]
     assert not any(accepted) if tries == "wrong" else all(accepted)
 
 
-def test_a_draft_that_a_format_cannot_follow_ends_no_turn(
-    driver: Driver, told: type[Told], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither its own nor its neighbour's: the draft is too complex, and the reply is not."""
+@pytest.fixture
+def too_complex_behind_a_brace(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A turn whose reply stays in its format, which cannot be followed behind a token that the format allows."""
     monkeypatch.setattr(grammars, "limits", lambda: LLParserLimits(verbose_errors=False))
     monkeypatch.setattr(grammars, "begin_replies", lambda matcher, clock: Trial())
     objects = [{"type": "object", "properties": {f"k{number}": {"type": "string"}}} for number in range(200)]
     text = json.dumps({"type": "array", "minItems": 1, "items": {"anyOf": [{"type": "string"}, *objects]}})
     biases = ((BRACKET, 100.0), (BRACE, -100.0), (BRACE_QUOTE, -100.0))
-    how: dict[str, Any] = {
-        "max_tokens": 12,
-        "constraint": Constraint(ConstraintKind.JSON_SCHEMA, text),
-        "logit_bias": biases,
-    }
-    prompt, beside = tokens_of(30, 1), tokens_of(40, 2)
+    return {"max_tokens": 12, "constraint": Constraint(ConstraintKind.JSON_SCHEMA, text), "logit_bias": biases}
+
+
+def test_a_draft_that_a_format_cannot_follow_ends_no_turn(
+    driver: Driver, told: type[Told], too_complex_behind_a_brace: dict[str, Any]
+) -> None:
+    """Neither its own nor its neighbour's: the draft is too complex, and the reply is not."""
+    how, prompt, beside = too_complex_behind_a_brace, tokens_of(30, 1), tokens_of(40, 2)
     plain = [driver.turn(prompt, most_drafts=0, **how), driver.turn(beside, most_drafts=0, max_tokens=40)]
     told.replies = {prompt: (BRACE,) * 12, beside: driver.reply(plain[1])}
     both = [driver.submit(prompt, **how), driver.submit(beside, max_tokens=40)]
     assert [each.end().text for each in both] == [each.text for each in plain]
     assert plain[0].text.startswith("[")
+
+
+def test_right_drafts_behind_one_that_a_format_cannot_follow_leave_the_reply_in_its_format(
+    driver: Driver, told: type[Told], too_complex_behind_a_brace: dict[str, Any]
+) -> None:
+    """From then on no draft is followed: what is drawn behind a right one was drawn without the format."""
+    how, prompt, wrong = too_complex_behind_a_brace, tokens_of(30, 1), list[int]()
+    plain = driver.turn(prompt, most_drafts=0, **how)
+    told.replies = {prompt: driver.reply(plain)}
+
+    def tries(rest: tuple[int, ...], known: int) -> tuple[int, ...]:
+        if known != len(prompt) + 1:
+            return rest
+        wrong.append(known)
+        return (BRACE, *rest[1:])
+
+    told.tries = staticmethod(tries)
+    assert driver.reply(driver.turn(prompt, **how)) == driver.reply(plain)
+    assert wrong
 
 
 @pytest.mark.batch_as_alone
