@@ -48,7 +48,7 @@ class ReasoningWatch:
         """Whether the next token depends on one that was drawn and is not known."""
         if self._forced or self._is_open:
             return self._left <= 1
-        return self._left <= 0 and self._limit.start_id is None
+        return self._left <= 0 and (self._limit.start_id is None or self._begins_start)
 
     def accept(self, token_id: int) -> None:
         was_open = self._is_open
@@ -59,6 +59,12 @@ class ReasoningWatch:
         self._read(self._stream.push(token_id))
         self._spent += was_open and self._is_open
         self._close_if_spent()
+
+    @property
+    def _begins_start(self) -> bool:
+        """Whether the next token may open the reasoning letter by letter, which no ban of one token prevents."""
+        start = self._limit.start
+        return any(self._tail.endswith(start[:size]) for size in range(1, len(start)))
 
     @property
     def _left(self) -> int:

@@ -4,7 +4,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from kvasir.errors import InvalidArgument
 
@@ -149,3 +149,29 @@ def test_the_end_is_forced_when_the_budget_is_spent(most: int, is_open: bool, wa
 
     came = reply(watch(most, is_open=is_open), tokens(wanted))
     assert "".join(LETTERS[token] for token in came) == said
+
+
+SPELLED = [*"abc:\n", "<", "<th", "ink", ">", "think>", "<think>", "</think>"]  # the marker's token is not its only way
+
+
+@given(
+    most=st.integers(0, 3),
+    wanted=st.lists(st.integers(0, len(SPELLED) - 1), max_size=24),
+    is_open=st.booleans(),
+    start_id=st.sampled_from([10, None]),
+)
+@example(most=0, wanted=[6, 7, 8, 0, 1, 2, 3], is_open=False, start_id=10)
+def test_a_reply_is_the_same_however_late_its_tokens_are_read(
+    most: int, wanted: list[int], is_open: bool, start_id: int | None
+) -> None:
+    """As late as `waits` allows, or at once, as beside a prompt: neighbours decide that, and change no reply."""
+    limit = ReasoningLimit(most, "<think>", ("</think>", "c:"), "\n", (11,), (4, 11), start_id, is_open)
+    late, soon = (
+        ReasoningWatch(limit, TokenText.of_bytes(lambda token_id: SPELLED[token_id].encode())) for _ in range(2)
+    )
+    at_once = []
+    for token in wanted:
+        chosen = token if soon.forced is None else soon.forced
+        at_once.append(0 if chosen == soon.banned else chosen)
+        soon.accept(at_once[-1])
+    assert reply(late, wanted) == at_once
