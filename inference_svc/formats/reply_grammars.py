@@ -14,6 +14,7 @@ from inference_svc.formats.call_writing import WHITE_SPACE, CallFormat, Spelling
 from inference_svc.formats.constraint import ConstraintKind
 
 _ANY_TEXT = "(?s:.*)"
+_ESCAPED = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}  # in a terminal, which slashes enclose
 
 
 def reply_grammar(
@@ -93,7 +94,7 @@ def _in_text(form: CallFormat, spelling: Spelling, *, one_call: bool) -> str:
 def _format(reply_format: Mapping[str, str]) -> str:
     text = reply_format["text"]
     if reply_format["kind"] == ConstraintKind.REGEX.value:
-        return "/" + text.replace("/", r"\/").replace("\n", r"\n") + "/"
+        return "/" + re.sub(r"\\.|/|\n", lambda each: _ESCAPED.get(each[0], each[0]), text, flags=re.DOTALL) + "/"
     try:
         schema = json.loads(text)
     except ValueError:

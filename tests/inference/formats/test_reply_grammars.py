@@ -33,6 +33,7 @@ IN_TEXT, OR_FORMAT = ConstraintKind.CALLS_IN_TEXT, ConstraintKind.CALLS_OR_FORMA
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 JSON = {"kind": "json_schema", "text": json.dumps(SCHEMA)}
 REGEX = {"kind": "regex", "text": "(yes/no|a\n?b){1,2}"}
+ESCAPED = {"kind": "regex", "text": "https?:\\/\\/[a-z\\/]+\\\nb|\\\\/"}
 
 
 def compiled(
@@ -81,7 +82,12 @@ def test_a_reply_of_one_call_ends_with_it(name: str) -> None:
 @EVERY
 def test_a_reply_is_calls_or_the_formats_text_and_nothing_else(name: str) -> None:
     call = WRITTEN[name].format(city="Oslo")
-    for reply_format, right, wrong in ((JSON, '{"n": 5}', '{"n": "5"}'), (REGEX, "yes/noa\nb", "yes")):
+    for reply_format, right, wrong in (
+        (JSON, '{"n": 5}', '{"n": "5"}'),
+        (REGEX, "yes/noa\nb", "yes"),
+        (ESCAPED, "https://a/\nb", "https:\\/\\/a\nb"),
+        (ESCAPED, "\\/", "/"),
+    ):
         matcher = compiled(name, OR_FORMAT, reply_format=reply_format)
         assert admits(matcher, right)
         assert admits(matcher, call)
