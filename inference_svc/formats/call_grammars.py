@@ -256,7 +256,11 @@ def call_rules(format_name: str, tools: Sequence[Mapping[str, Any]], spelling: S
             schema = _any_arguments(form, schema)
         if schema["type"] not in ("object", ["object"]):
             raise writing.refused("parameters that are no object")
-        yield form.call(tool["name"], schema, writing)
+        try:
+            rule = form.call(tool["name"], schema, writing)
+        except (AttributeError, KeyError, TypeError, ValueError):  # a word's value may be anything: "maximum": "10"
+            raise writing.refused("parameters that are no JSON schema") from None
+        yield rule
 
 
 def _any_arguments(form: CallFormat, schema: Schema) -> Schema:

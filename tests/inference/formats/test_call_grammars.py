@@ -204,3 +204,29 @@ def test_what_a_format_cannot_carry_is_refused_with_the_tools_place(
         reply_grammar(name, tools, one_call=True, spelling=LETTERS)
     assert refused.value.field == "tools[3]"
     assert name in json.dumps(str(refused.value))
+
+
+@EVERY
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": ["a"]},
+        {"required": [{}]},
+        {"properties": {"a": {"type": "integer", "maximum": "10"}}},
+        {"properties": {"a": {"type": "string", "enum": 5}}},
+        {"properties": {"a": {"type": ["string", ["x"]]}}},
+    ],
+    ids=json.dumps,
+)
+def test_parameters_that_are_no_json_schema_are_refused_with_the_tools_place_or_by_the_library(
+    name: str, schema: dict[str, Any]
+) -> None:
+    """They are a caller's mistake: "maximum": "10" was an internal error."""
+    tools = [*TOOLS, {"place": 3, "name": "f", "parameters": schema}]
+    refused = [False]
+    try:
+        grammar = LLMatcher.grammar_from_lark(reply_grammar(name, tools, one_call=True, spelling=LETTERS))
+        refused = [LLMatcher(TOKENIZER, grammar, log_level=0, limits=limits()).is_error()]
+    except InvalidArgument as error:
+        refused = [error.field == "tools[3]", error.reason == "FORMAT_INVALID"]
+    assert all(refused)

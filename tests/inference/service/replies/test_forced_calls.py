@@ -22,6 +22,7 @@ SCHEMA: dict[str, Any] = {
 }
 TOOLS = [pb.Tool(name=name, parameters_json=json.dumps(SCHEMA)) for name in ("weather", "tides")]
 REQUIRED = pb.ToolChoice(kind=pb.TOOL_CHOICE_KIND_REQUIRED, one_call=True)
+NO_SCHEMA = json.dumps({"properties": {"days": {"type": "integer", "maximum": "9"}}})
 CALL = 1022  # the token <tool_call>
 TIDES = pb.ToolChoice(kind=pb.TOOL_CHOICE_KIND_NAMED, name="tides")
 
@@ -141,6 +142,7 @@ def test_a_reply_beside_a_format_is_replayed_as_it_was(client: InferenceClient) 
         (REQUIRED, {"regex": "a"}, "tool_choice"),
         (REQUIRED, {"tools": [pb.Tool(name="f g", parameters_json="{}")]}, "tools[0]"),
         (REQUIRED, {"tools": [pb.Tool(name="f", parameters_json="[")]}, "tools[0].parameters_json"),
+        (REQUIRED, {"tools": [pb.Tool(name="f", parameters_json=NO_SCHEMA)]}, "tools[0]"),
     ],
 )
 def test_a_choice_that_cannot_be_applied_is_refused(
