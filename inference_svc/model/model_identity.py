@@ -1,6 +1,7 @@
 """A model's identity: digests of weights (with the configuration that changes them), tokenizer and template."""
 
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +27,7 @@ _NO_PART_OF_WEIGHTS = frozenset(
     }
 )
 _CACHE_FILE = "weights-digests.json"
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 def weights_digest(directory: Path, cache_dir: Path) -> str:
@@ -85,7 +87,7 @@ def _read_cache(path: Path) -> Mapping[str, str]:
         return {}
     if not isinstance(content, dict):
         return {}
-    return {key: value for key, value in content.items() if isinstance(value, str) and len(value) == 64}
+    return {key: value for key, value in content.items() if isinstance(value, str) and _DIGEST.fullmatch(value)}
 
 
 def _write_cache(path: Path, digests: Mapping[str, str]) -> None:
