@@ -218,6 +218,26 @@ def test_files_that_do_not_arrive_are_computed_again_and_no_token_is_another(
     assert [token_id for event in events for token_id in event.ids] == expected.told[0]
 
 
+def test_a_turn_that_computes_lost_rows_again_may_move_on(two: Two) -> None:
+    """It began with more tokens of its agent's memory than it has KV."""
+    key, state = two.source.remember(300)
+    plan = replace(two.plan(key, (*state.token_ids, *tokens_of(40, 5))), reuse=Hot(300))
+    before, held, _ = two.held(plan, Tokens, 9)
+    after = two.taken_up(plan, held, ())
+    before.handle.result(60).give_away()
+    handle = after.handle.result(60)
+    handle.release()
+    again = handle.hold().result(60)
+    assert again is not None
+    assert again.carried.computed < again.carried.cached == 300
+    back = Two(two.destination, two.source).taken_up(plan, again, again.files)
+    handle.give_away()
+    back.handle.result(60).release()
+    ended = back.end()
+    assert (ended.cached_tokens, ended.completion_tokens) == (300, MAX_TOKENS)
+    assert ended.state.token_ids[: len(again.carried.token_ids)] == again.carried.token_ids
+
+
 @pytest.mark.long(2)
 @pytest.mark.parametrize("name", ["greedy", "sampled"])
 def test_a_held_turn_that_is_released_goes_on_as_if_nothing_had_been(
