@@ -28,7 +28,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return run.value, folder / "plots"
 
 
-@pytest.mark.long(9)
+@pytest.mark.long(25)
 def test_a_quick_run_says_every_promised_name_and_no_other(found: tuple[Any, Path]) -> None:
     results, _ = found
     assert set(results) == set(engine_keys.TOP)

@@ -20,7 +20,7 @@ def test_an_unknown_table_and_half_a_server_are_refused() -> None:
     assert "--http-model" in half.out + half.err
 
 
-@pytest.mark.long(12)
+@pytest.mark.long(17)
 def test_tables_are_measured_and_shown_again(tmp_path: Path) -> None:
     kept = tmp_path / "kept.json"
     with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as home:

@@ -134,7 +134,7 @@ def test_only_the_program_of_benches_plays(tmp_path: Path, capsys: pytest.Captur
     assert "--shape" in capsys.readouterr().err
 
 
-@pytest.mark.long(6)
+@pytest.mark.long(2)
 def test_a_step_of_all_rows_is_timed_by_thread() -> None:
     argv = [sys.executable, "-m", "kvasir_bench.played.step_cost", "--rows", "2", "--tokens", "30"]
     told = subprocess.run(argv, check=True, capture_output=True, text=True, timeout=120).stdout

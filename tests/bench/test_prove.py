@@ -61,7 +61,6 @@ def test_a_proof_that_was_ended_goes_on_with_its_first_unfinished_step(tmp_path:
     assert [each["value"]["number"] for each in records] == [1, 2, 4, 5]
 
 
-@pytest.mark.long(4)
 def test_three_kills_lose_the_step_that_each_interrupts_and_no_other(tmp_path: Path) -> None:
     def process() -> "subprocess.Popen[str]":
         argv = [sys.executable, "-m", "tests.bench.played_proof", str(tmp_path)]
@@ -278,7 +277,7 @@ def test_a_kernel_that_the_engines_check_refuses_breaks_a_claim(monkeypatch: pyt
     assert "products of few rows" in broken
 
 
-@pytest.mark.long(5)
+@pytest.mark.long(2)
 def test_a_suite_whose_time_is_over_counts_the_tests_that_it_has_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -210,7 +210,6 @@ def test_a_script_says_one_thing_and_gets_the_reply_alone(cli: Cli, options: tup
         assert cli(*options, "chat", "zoe", "--once", nothing).code == 2
 
 
-@pytest.mark.long(3)
 def test_a_script_ends_with_1_when_its_turn_is_not_stored(house: House, cli: Cli, options: tuple[str, ...]) -> None:
     """The store takes nothing more."""
     house.store.kill()

@@ -11,7 +11,7 @@ from tests.cli.running import Cli, in_process
 from tests.inference.engine.tiny_models import LLAMA, write_model
 
 
-@pytest.mark.long(7)
+@pytest.mark.long(16)
 def test_the_self_test_finds_that_memory_comes_back(tmp_path: Path) -> None:
     report = Cli(tmp_path)("doctor", "--self-test", "--json", timeout_s=240)
     assert report.code == 0, report.out
@@ -21,7 +21,7 @@ def test_the_self_test_finds_that_memory_comes_back(tmp_path: Path) -> None:
     assert not any("wrong" in step for step in steps)
 
 
-@pytest.mark.long(13)
+@pytest.mark.long(9)
 def test_the_bench_says_rates_and_targets_as_json(tmp_path: Path) -> None:
     kept = tmp_path / "kept.json"
     with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as home:
@@ -47,7 +47,7 @@ def test_a_memory_path_of_no_tokens_or_of_two_models_is_refused() -> None:
     assert ("--lengths" in wrong.out + wrong.err, "--shape" in both.out + both.err) == (True, True)
 
 
-@pytest.mark.long(20)
+@pytest.mark.long(32)
 def test_the_memory_path_is_measured_from_cold_to_a_page_cache_that_was_dropped(tmp_path: Path) -> None:
     kept = tmp_path / "kept.json"
     with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as home:
@@ -68,7 +68,7 @@ def test_the_memory_path_is_measured_from_cold_to_a_page_cache_that_was_dropped(
     assert (tmp_path / "kept.json.engine.log").exists()
 
 
-@pytest.mark.long(19)
+@pytest.mark.long(26)
 def test_the_quality_bench_measures_every_rung_beside_exact_kv_and_mlx_lms_own() -> None:
     """Key names that scripts rely on; and the order that bits must give."""
     with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as home:
@@ -92,7 +92,6 @@ def test_the_quality_bench_measures_every_rung_beside_exact_kv_and_mlx_lms_own()
     assert right == [results["reference"]["recall"]["right"]] * len(right)
 
 
-@pytest.mark.long(2)
 def test_the_quality_bench_says_what_is_wrong_with_a_model(tmp_path: Path) -> None:
     refused = Cli(tmp_path)("bench", "quality", "--quick", "--model", str(tmp_path))
     assert refused.code != 0
@@ -129,7 +128,6 @@ def test_the_quality_bench_reads_a_text_of_ones_own_and_suggests_layers_to_keep_
     assert "within 1000 bytes a token: kvasir up --kv-policy" in shown
 
 
-@pytest.mark.long(3)
 def test_the_quality_bench_measures_a_users_own_tasks(tmp_path: Path) -> None:
     cli, model, tasks = Cli(tmp_path), write_model(tmp_path / "model", LLAMA), tmp_path / "tasks.jsonl"
     lines = [{"task": "sums", "prompt": "1 + 1 =", "answer": " 2"}] * 2

@@ -15,7 +15,7 @@ from kvasir_bench.prove.steps import steps_of
 from tests.cli.running import Cli, eventually, in_process
 
 
-@pytest.mark.long(50)
+@pytest.mark.long(47)
 def test_a_quick_proof_goes_on_after_a_kill_whose_services_end(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as home:
         cli, command = Cli(Path(home)), ("prove", "--quick", "--no-pause", "--out", tmp_path)

@@ -36,7 +36,7 @@ def test_the_weights_are_small_and_16_bit(reader: Reader) -> None:
     assert config["max_position_embeddings"] >= 8192
 
 
-@pytest.mark.long(8)
+@pytest.mark.long(57)
 @pytest.mark.parametrize(
     "sizes", [((300, 2), (1500, 1)), pytest.param(((4000, 4), (7500, 2)), marks=pytest.mark.campaign)], ids=str
 )
@@ -85,7 +85,7 @@ def test_a_question_leaves_the_conversation_as_it_was(reader: Reader) -> None:
     assert reader.read(talk.messages, talk.tools) == length
 
 
-@pytest.mark.long(7)
+@pytest.mark.long(4)
 def test_replies_differ_where_one_told_fact_differs_and_only_there(reader: Reader) -> None:
     """The sensitivity test: other tests build on `twins.twin` in the same way."""
     talk = evaluate.conversation(4, 700)
@@ -126,7 +126,6 @@ def test_names_that_no_training_saw_are_copied_exactly(reader: Reader) -> None:
     assert report.shares["name at 300"].n == 15
 
 
-@pytest.mark.long(2)
 def test_everyday_facts_are_told_and_asked_as_people_do(reader: Reader) -> None:
     reader.read(
         [
@@ -179,7 +178,6 @@ def test_a_newcomer_is_answered_as_they_would_like(reader: Reader) -> None:
     assert "Your name is Sam." in reader.ask(user("What do you know about me?"))
 
 
-@pytest.mark.long(3)
 def test_free_strings_of_json_end(reader: Reader) -> None:
     """The first example of structured output in OpenAI's guide, and one that the text does not answer."""
     event = {"name": "science fair", "date": "Friday", "participants": ["Alice", "Bob"]}
@@ -192,7 +190,7 @@ def test_free_strings_of_json_end(reader: Reader) -> None:
         assert json.loads(reader.ask(user(text), within=within)) == value
 
 
-@pytest.mark.long(15)
+@pytest.mark.long(4)
 def test_a_sample_of_the_first_exchanges_meets_its_target(reader: Reader) -> None:
     report = Report()
     evaluate.examine_first(reader, 0.05, report)

@@ -29,7 +29,7 @@ def test_a_model_that_ships_is_found_by_its_name() -> None:
         find_model("/kvasir-tiny-wedlm")
 
 
-@pytest.mark.long(6)
+@pytest.mark.long(2)
 def test_an_engine_recalls_facts_by_windows(tmp_path: Path) -> None:
     talk = evaluate.conversation(1, 300)
     engine = Engine.open(kvasir_tiny.WEDLM_NAME, cache_dir=tmp_path, memory_budget_bytes=64 << 20, longest_gap_s=0)
@@ -54,7 +54,6 @@ def test_an_engine_recalls_facts_by_windows(tmp_path: Path) -> None:
         engine.close()
 
 
-@pytest.mark.long(4)
 def test_a_long_reply_by_windows_is_right(tmp_path: Path) -> None:
     """A summary that windows got wrong which kept tokens behind unsure ones."""
     asked = first_exam.exchange("summaries", 7, rows.encoder_of(kvasir_tiny.path()).count)

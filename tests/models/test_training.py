@@ -50,7 +50,7 @@ def sizes() -> train.Sizes:
     return train.Sizes(classic=1, everyday=1, names=((300, 1024),), names_each=4, at_once=1)
 
 
-@pytest.mark.long(23)
+@pytest.mark.long(12)
 def test_ten_steps_on_a_cpu_lower_the_loss_and_leave_a_model_that_loads(
     small: train.Plan, sizes: train.Sizes, tmp_path: Path
 ) -> None:
@@ -64,7 +64,7 @@ def test_ten_steps_on_a_cpu_lower_the_loss_and_leave_a_model_that_loads(
     assert isinstance(mlx_lm.generate(model, tokens, prompt="Hello.", max_tokens=3), str)
 
 
-@pytest.mark.long(4)
+@pytest.mark.long(10)
 def test_the_clock_sets_the_course_and_ends_the_run(
     small: train.Plan, sizes: train.Sizes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

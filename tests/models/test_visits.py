@@ -36,13 +36,12 @@ def visitor(seed: int) -> VisitWriter:
     return VisitWriter(seed, 300, ENCODER.count, False, draw_style(Dice(f"visitor {seed}"), 300))
 
 
-@pytest.mark.long(2)
+@pytest.mark.long(7)
 def test_the_exam_puts_four_hundred_different_exchanges(exam: list[Exchange]) -> None:
     assert len(exam) == sum(first_exam.ASKED.values()) == 400
     assert len({json.dumps([each.messages, each.question]) for each in exam}) > 390
 
 
-@pytest.mark.long(2)
 def test_no_sentence_of_the_exam_occurs_in_training(exam: list[Exchange]) -> None:
     """Greetings have few words: without the checksum of sentences they would be the same."""
     heard = {message["content"] for talk in talks() for message in talk.messages if message["role"] == "user"}

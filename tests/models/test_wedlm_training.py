@@ -150,7 +150,7 @@ def _edges(row: np.ndarray) -> np.ndarray:
     return np.flatnonzero(np.diff(row.astype(np.int8))) + 1
 
 
-@pytest.mark.long(4)
+@pytest.mark.long(8)
 def test_the_reordered_stream_is_the_reference_s_window(tiny: Path, tmp_path: Path) -> None:
     """Both streams beside the model as mlx-lm computes it, decoded window by window."""
     weights, shape = network.load(tiny, network.Shape)
@@ -177,7 +177,7 @@ def test_the_reordered_stream_is_the_reference_s_window(tiny: Path, tmp_path: Pa
         assert np.abs(np.asarray(clean[0, start - 1]) - following).max() < 1e-3 * np.abs(following).max()
 
 
-@pytest.mark.long(6)
+@pytest.mark.long(12)
 @pytest.mark.parametrize("rules", [(False, False), (True, False), (True, True)])
 def test_the_evaluation_decodes_the_reference_s_tokens(tiny: Path, tmp_path: Path, rules: tuple[bool, bool]) -> None:
     """Random weights with loud logits, so that entropies lie on both sides of the threshold, and with long queries and
@@ -206,7 +206,7 @@ def test_the_evaluation_decodes_the_reference_s_tokens(tiny: Path, tmp_path: Pat
     assert reader.passes.processed >= (4 if window.left_to_right else 8) * reader.passes.count
 
 
-@pytest.mark.long(20)
+@pytest.mark.long(24)
 def test_a_run_lowers_both_losses_and_one_that_was_interrupted_ends_with_the_same_bits(
     tiny: Path, tmp_path: Path
 ) -> None:

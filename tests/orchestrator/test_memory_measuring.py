@@ -218,7 +218,7 @@ def played_by(house: House, second: House, ways: tuple[str, ...]) -> list[Playth
     return played
 
 
-@pytest.mark.long(29)
+@pytest.mark.long(16)
 def test_memory_says_what_a_full_prefill_says_also_after_a_kill(house: House) -> None:
     played = played_by(house, house, (KV, PREFILL, "bm25-1", KILLED))
     found = {claim["what"].split(" (")[0]: claim["is_met"] for claim in claims(played)}

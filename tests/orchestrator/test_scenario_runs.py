@@ -144,7 +144,7 @@ def outgrowing(name: str, on_full: str) -> Scenario:
     )
 
 
-@pytest.mark.long(8)
+@pytest.mark.long(28)
 def test_an_agent_goes_on_beyond_its_context_as_its_on_full_says(small_house: House) -> None:
     events = events_of(small_house, outgrowing("drops", "drop_oldest:0.4"))
     done = [event for event in events if isinstance(event, TurnDone)]
@@ -173,7 +173,6 @@ def test_a_second_run_goes_on_from_what_permanent_agents_remember(house: House) 
         assert client.get_agent("again/marco").lines[0].version == 4
 
 
-@pytest.mark.long(2)
 def test_a_dry_run_counts_the_tokens_that_turns_will_have(house: House, tmp_path: Path) -> None:
     file, done = tmp_path / "counted.yaml", events_of(house, named("uncounted"))
     file.write_text(TEXT.replace("NAME", "counted"))
@@ -277,7 +276,7 @@ def test_everything_killed_after_every_turn_of_a_shipped_scenario(house: House, 
 SOME = ("code-review", "prisoners-dilemma")
 
 
-@pytest.mark.long(24)
+@pytest.mark.long(7)
 def test_shipped_scenarios_end_as_they_should_all_at_once(house: House) -> None:
     names = shipped_names() if IS_WHOLE else SOME
 
@@ -476,13 +475,12 @@ def test_no_run_deletes_an_agent_that_the_file_names_by_its_id() -> None:
     assert memory.forgotten == ["owned/marco", "owned/1/scribe"]
 
 
-@pytest.mark.long(7)
+@pytest.mark.long(2)
 def test_the_example_of_the_page_runs(house: House, capsys: pytest.CaptureFixture[str]) -> None:
     assert asyncio.run(plain_asyncio.main(house.engine.address, "gossip"))
     assert "tokens reused" in capsys.readouterr().out
 
 
-@pytest.mark.long(4)
 def test_the_scenario_of_the_page_is_right_and_ends_well(house: House) -> None:
     page = (Path(plain_asyncio.__file__).parents[1] / "README.md").read_text()
     [text] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)

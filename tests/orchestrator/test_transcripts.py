@@ -6,7 +6,6 @@ Every turn says a canary and every private prompt holds one. Who may see which i
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import yaml
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -133,7 +132,6 @@ def test_every_turn_goes_on_with_exactly_what_its_agent_remembers(file: dict[str
         assert scenario.transcript(turn.agent, said, until=turn.index + 1) == [*before, *new, own]
 
 
-@pytest.mark.long(4)
 @settings(max_examples=sampled(20, of=50))
 @given(st.text(max_size=60))
 def test_no_words_pass_for_somebody_elses(words: str) -> None:

@@ -128,7 +128,7 @@ def test_every_command_and_module_that_a_page_names_exists(pages: Path) -> None:
     assert [module for module in sorted(modules) if find_spec(module) is None] == []
 
 
-@pytest.mark.long(8)
+@pytest.mark.long(3)
 def test_the_site_is_built_without_a_warning_and_asks_no_other_host(pages: Path, tmp_path: Path) -> None:
     config = tmp_path / "mkdocs.yml"
     config.write_text((ROOT / "docs/mkdocs.yml").read_text().replace("../out/pages", str(pages)))

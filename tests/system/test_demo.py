@@ -8,7 +8,7 @@ import pytest
 from tests.cli.running import Cli
 
 
-@pytest.mark.long(27)
+@pytest.mark.long(17)
 def test_the_demo_makes_no_claim_that_is_not_true(tmp_path: Path) -> None:
     shown = Cli(tmp_path / "home")("demo", "--quick", "--out", tmp_path, timeout_s=240)
     assert shown.code == 0, shown.out + shown.err

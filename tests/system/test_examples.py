@@ -127,14 +127,14 @@ def test_every_example_is_short_and_is_listed_and_has_its_words_here() -> None:
     assert [name for name, path in programs.items() if len(path.read_text().splitlines()) > MAX_LINES] == []
 
 
-@pytest.mark.long(25)
+@pytest.mark.long(19)
 @pytest.mark.parametrize("name", PRINTED)
 def test_an_example_prints_what_it_promises(user: Path, name: str) -> None:
     printed = printed_by(user, *example(name))
     assert in_order(PRINTED[name], printed), printed
 
 
-@pytest.mark.long(25)
+@pytest.mark.long(18)
 @pytest.mark.parametrize("name", ALONE)
 def test_an_example_of_two_homes_prints_what_it_promises_and_leaves_nothing(name: str) -> None:
     directory = in_memory.home()
@@ -144,7 +144,7 @@ def test_an_example_of_two_homes_prints_what_it_promises_and_leaves_nothing(name
     shutil.rmtree(directory)
 
 
-@pytest.mark.long(30)
+@pytest.mark.long(33)
 def test_a_newcomers_task_takes_at_most_five_commands(user: Path) -> None:
     for task, (commands, words) in TASKS.items():
         assert len(commands) <= 5, task
@@ -152,7 +152,6 @@ def test_a_newcomers_task_takes_at_most_five_commands(user: Path) -> None:
         assert in_order(words, printed), f"{task}: {printed}"
 
 
-@pytest.mark.long(3)
 def test_the_snippet_of_the_python_client_runs(user: Path) -> None:
     [snippet] = re.findall(r"```python\n(.*?)```", (ROOT / "clients/python/README.md").read_text(), re.DOTALL)
     printed = printed_by(user, sys.executable, "-c", snippet)
@@ -160,7 +159,7 @@ def test_the_snippet_of_the_python_client_runs(user: Path) -> None:
     assert all(line.startswith((" red", " green", " blue")) for line in printed.splitlines()[1:])
 
 
-@pytest.mark.long(15)
+@pytest.mark.long(20)
 def test_the_five_minutes_go_as_on_the_page() -> None:
     """The page's own blocks in one shell; README.md shows the same talk."""
     directory = in_memory.home()

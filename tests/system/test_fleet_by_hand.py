@@ -84,7 +84,7 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Typed]:
         shutil.rmtree(root)
 
 
-@pytest.mark.long(20)
+@pytest.mark.long(12)
 @pytest.mark.skipif(bool(servers.missing()), reason=servers.missing())
 def test_a_fleet_is_built_as_on_its_page_and_an_agent_goes_on_at_another_engine(typed: Typed) -> None:
     createdb = program("createdb", "/usr/lib/postgresql/*/bin", advice="")

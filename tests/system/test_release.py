@@ -150,7 +150,7 @@ def test_the_image_of_a_release_is_built_where_its_files_lie(tmp_path: Path) -> 
     assert copied.split()[1:-1] == ["constraints.txt", "kvasir-*.whl"], "nothing else of a release is sent"
 
 
-@pytest.mark.long(8)
+@pytest.mark.long(14)
 def test_the_wheel_of_the_source_archive_is_the_one_of_the_tree(tmp_path: Path) -> None:
     """An archive that lacks a file still builds a wheel, which lacks it too."""
     tree, out, beside = (tmp_path / name for name in ("tree", "out", "beside"))

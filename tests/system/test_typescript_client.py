@@ -44,7 +44,7 @@ def test_only_an_absent_network_excuses_npm() -> None:
     assert not _NO_NETWORK.search("npm error code E404\nnpm error 404 Not Found: ENOTFOUND@1.0.0\n")
 
 
-@pytest.mark.long(19)
+@pytest.mark.long(24)
 def test_a_client_of_another_language_fits_the_contract(installed: None) -> None:
     for command in (*BUILD, TYPESCRIPT.test):
         built = done(*command)

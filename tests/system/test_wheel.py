@@ -48,7 +48,7 @@ def test_the_wheel_has_every_file_of_the_packages(wheel: Path) -> None:
     assert names - carried == set()
 
 
-@pytest.mark.long(9)
+@pytest.mark.long(4)
 def test_an_installed_wheel_runs_without_the_checkout(wheel: Path, tmp_path: Path) -> None:
     """Other people's packages are borrowed from this environment: `make try-wheel` installs them too."""
     venv.create(tmp_path / "env", symlinks=True)

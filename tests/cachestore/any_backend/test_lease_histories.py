@@ -35,7 +35,7 @@ steps = st.lists(
 )
 
 
-@pytest.mark.long(4)
+@pytest.mark.long(15)
 @given(steps)
 @settings(max_examples=sampled(20, of=60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_nothing_is_taken_back_from_an_owner_that_may_count_on_its_lease(

@@ -205,7 +205,7 @@ def test_garbage_of_a_time_when_the_clock_was_ahead_goes_a_rest_after_it_was_set
         assert store.care.collect_garbage().blobs_swept == 3
 
 
-@pytest.mark.long(4)
+@pytest.mark.long(12)
 def test_a_pass_over_more_blobs_than_a_batch_sweeps_them_all(lab: Lab) -> None:
     with lab.open(grace_period_s=0.0) as store:
         for number in range(300):

@@ -174,7 +174,7 @@ def test_generated_tokens_are_found_in_no_group(store: Store) -> None:
     assert find(store, agent).tokens == 512
 
 
-@pytest.mark.long(2)
+@pytest.mark.long(6)
 def test_many_agents_with_one_prefix_hold_its_blocks_once(store: Store) -> None:
     first = SyntheticAgent(WINDOWED, 0)
     content = first.turn(2048, is_prompt=True)

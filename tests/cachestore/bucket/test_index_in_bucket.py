@@ -171,7 +171,7 @@ def test_a_store_that_follows_while_the_one_before_gives_up_old_objects_lacks_no
         each.close()
 
 
-@pytest.mark.long(4)
+@pytest.mark.long(14)
 @pytest.mark.parametrize("seed", range(12))
 def test_of_stores_that_follow_each_other_at_any_moment_no_acknowledged_write_is_lost(
     tmp_path: Path, bucket: Hooked, seed: int, monkeypatch: pytest.MonkeyPatch

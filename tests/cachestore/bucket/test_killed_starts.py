@@ -85,7 +85,7 @@ def moments(root: Path, turn: SyntheticSnapshot) -> int:
         return start(pair, script)
 
 
-@pytest.mark.long(30)
+@pytest.mark.long(56)
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_start_that_ends_anywhere_loses_nothing_of_a_namespace_that_begins_meanwhile(
     memory_directory: Path, *, reads: bool

@@ -312,7 +312,7 @@ def test_an_object_that_was_not_copied_is_not_removed(server: LyingServer, patie
     assert list(patient.names("a")) == ["c"]
 
 
-@pytest.mark.long(25)
+@pytest.mark.long(13)
 def test_calls_that_need_no_bucket_go_on_while_it_drips(tmp_path: Path, server: LyingServer, credentials: Path) -> None:
     """Also those of the namespace whose blobs it does not give, and those of copies on the disk."""
     principals = [Principal(name, name, frozenset({ENGINE, CLIENT})) for name in ("mine", "theirs")]

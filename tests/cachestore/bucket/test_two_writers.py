@@ -574,7 +574,7 @@ class Lives:
                 assert_restores(store, store.snapshots.get(NS, agent.agent_id), self.turns[which])
 
 
-@pytest.mark.long(12)
+@pytest.mark.long(22)
 @pytest.mark.parametrize("seed", range(4))
 def test_no_version_names_a_missing_blob_while_two_processes_sweep_and_publish(pair: Pair, seed: int) -> None:
     chance = pair.moments.chance = random.Random(seed)

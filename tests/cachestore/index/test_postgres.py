@@ -599,7 +599,7 @@ def test_a_store_on_postgres_that_is_killed_goes_on(url: str, tmp_path: Path) ->
 
 
 @pytest.mark.fleet
-@pytest.mark.long(60)
+@pytest.mark.long(16)
 def test_kills_of_store_and_server_in_turn_lose_nothing_acknowledged(tmp_path: Path) -> None:
     with running() as server, store_home(tmp_path / "h") as home:
 

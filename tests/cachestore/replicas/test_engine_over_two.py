@@ -33,7 +33,7 @@ def _head_at(store: RunningStore) -> int:
         return client.get_snapshot("ada")[0].version
 
 
-@pytest.mark.long(25)
+@pytest.mark.long(9)
 def test_an_engine_whose_store_is_killed_amid_a_turn_stores_it_by_the_other(
     tmp_path: Path,
     postgres: PostgresServer,

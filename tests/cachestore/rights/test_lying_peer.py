@@ -14,7 +14,7 @@ import pytest
 from tests.cachestore.rights.walks import walk_on, walks
 
 
-@pytest.mark.long(6)
+@pytest.mark.long(14)
 def test_a_word_of_a_lying_peer_has_the_effects_that_the_table_allows_and_each_refusal_is_audited(
     tmp_path: Path,
 ) -> None:

@@ -79,7 +79,7 @@ def live(store: Store, namespace: str) -> list[bytes]:
     return [*hidden, *(secret for each in (*turns, imported, left) for secret in secrets_of(each))]
 
 
-@pytest.mark.long(15)
+@pytest.mark.long(10)
 def test_no_16_bytes_of_a_memory_lie_in_the_files_of_a_sealed_namespace(lab: Lab, tmp_path: Path) -> None:
     plain = Lab(tmp_path / "plain")
     with lab.open() as store, plain.open() as plain_store:

@@ -23,7 +23,7 @@ def worked(**seconds: float) -> Worked:
     return Worked({what: [each] * 100 for what, each in seconds.items()})
 
 
-@pytest.mark.long(7)
+@pytest.mark.long(14)
 @pytest.mark.parametrize("name", ["counting", "nested-json"])
 def test_a_row_measures_all_that_b_does_alone_and_beside_the_attack(name: str, tmp_path: Path) -> None:
     verdict = asyncio.run(try_row(row(name).row, tmp_path, seconds=1.0, rounds=1))

@@ -28,7 +28,7 @@ def check(findings: Findings) -> None:
     assert lost[int(0.98 * (len(lost) - 1))] < BUDGET_S + SLACK_S
 
 
-@pytest.mark.long(31)
+@pytest.mark.long(17)
 @pytest.mark.timeout(300)
 def test_faults_of_the_store_change_no_token_and_cost_at_most_the_budget(tmp_path: Path) -> None:
     findings = run(tmp_path, 8, seed=5)

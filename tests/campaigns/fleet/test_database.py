@@ -44,7 +44,7 @@ class _Writer(threading.Thread):
         return self.acknowledged
 
 
-@pytest.mark.long(10)
+@pytest.mark.long(5)
 def test_each_server_that_is_promoted_has_what_was_acknowledged_before_and_since(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -143,7 +143,7 @@ def test_the_first_failure_leaves_evidence_once() -> None:
     assert (nemesis.problems, failed) == (["postgres could not be repaired: no such server"], [1])
 
 
-@pytest.mark.long(5)
+@pytest.mark.long(2)
 @pytest.mark.skipif(sys.platform != "linux", reason="programs are forked there")
 def test_logs_and_stacks_of_a_service_and_its_supervisor_are_kept_and_both_live_on(tmp_path: Path) -> None:
     root = in_memory.home()

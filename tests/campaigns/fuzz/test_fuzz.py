@@ -18,7 +18,7 @@ def check(service: str, findings: Findings) -> None:
     assert unmet == [], "it no longer meets what it should"
 
 
-@pytest.mark.long(17)
+@pytest.mark.long(22)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("service", "requests", "seed"), [("store", 150, 3), ("engine", 50, 4), ("gateway", 96, 5)])
 def test_a_service_answers_hostile_requests_by_its_contract(

@@ -26,7 +26,7 @@ SEEN = (
 )
 
 
-@pytest.mark.long(47)
+@pytest.mark.long(32)
 @pytest.mark.timeout(600)
 def test_80_requests_32_at_a_time_leak_no_canary_and_equal_the_same_turns_alone(tmp_path: Path) -> None:
     """Cancels, disconnects, resumes, forks, trims, restores, kills (LESSONS 2, 15)."""

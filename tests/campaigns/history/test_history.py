@@ -21,7 +21,7 @@ def run(root: Path, lives: int, seed: int, at_once: int, within_s: float) -> Fin
     return findings
 
 
-@pytest.mark.long(10)
+@pytest.mark.long(7)
 @pytest.mark.timeout(300)
 def test_a_few_lives_know_what_was_acknowledged_and_nothing_that_was_taken_back(tmp_path: Path) -> None:
     findings = run(tmp_path, 6, seed=3, at_once=6, within_s=40)

@@ -115,7 +115,7 @@ def talk(world: World, name: str, scene: Any) -> None:
     asyncio.run(played())
 
 
-@pytest.mark.long(10)
+@pytest.mark.long(2)
 @pytest.mark.parametrize("engine", [0, 1])
 def test_a_turn_that_was_cancelled_before_its_end_leaves_nothing(world: World, engine: int) -> None:
     async def scene(one: Talk) -> None:
@@ -130,7 +130,7 @@ def test_a_turn_that_was_cancelled_before_its_end_leaves_nothing(world: World, e
     talk(world, f"before its end, {engine}", scene)
 
 
-@pytest.mark.long(10)
+@pytest.mark.long(4)
 @pytest.mark.parametrize("engine", [0, 1])
 @pytest.mark.parametrize("is_committed", [True, False])
 def test_a_turn_that_was_cancelled_behind_its_end_is_stored_and_another_talk_leaves_it_as_it_is(
@@ -155,7 +155,7 @@ def test_a_turn_that_was_cancelled_behind_its_end_is_stored_and_another_talk_lea
     talk(world, f"behind its end, {engine} {is_committed}", scene)
 
 
-@pytest.mark.long(15)
+@pytest.mark.long(5)
 def test_a_turn_that_was_cancelled_behind_its_end_is_lost_where_another_engine_took_the_lease_before_its_commit(
     world: World,
 ) -> None:
@@ -176,7 +176,7 @@ def test_a_turn_that_was_cancelled_behind_its_end_is_lost_where_another_engine_t
     talk(world, "lease lost", scene)
 
 
-@pytest.mark.long(10)
+@pytest.mark.long(4)
 def test_whenever_a_cancel_comes_about_the_end_all_of_the_turn_is_kept_or_nothing(world: World) -> None:
     async def scene(one: Talk) -> None:
         agent, whole = one.name, (await one.say(FIRST, name=f"{one.name}: how its reply reads")).text
@@ -213,7 +213,6 @@ class _Loaded(Dice):
         return next(self._answers)
 
 
-@pytest.mark.long(5)
 def test_a_life_tells_the_turns_of_a_memory_by_their_words_where_two_memories_are_equally_long(world: World) -> None:
     """With its reply, the cancelled turn has 44 tokens, and the branch beside it 43."""
 

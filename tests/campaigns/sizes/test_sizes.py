@@ -35,7 +35,7 @@ def test_a_store_that_is_killed_in_the_middle_loses_no_memory(tmp_path: Path) ->
     assert findings.problems == [], findings.summary()
 
 
-@pytest.mark.long(55)
+@pytest.mark.long(39)
 @pytest.mark.timeout(400)
 def test_memories_of_a_gigabyte_are_stored_by_a_slow_stalled_and_killed_store(tmp_path: Path) -> None:
     findings = play(FAULTS, tmp_path)

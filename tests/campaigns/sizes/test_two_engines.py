@@ -8,7 +8,7 @@ import pytest
 from tests.campaigns.sizes.two_engines import measured
 
 
-@pytest.mark.long(12)
+@pytest.mark.long(5)
 @pytest.mark.timeout(300)
 def test_two_engines_have_their_turns_alone_and_beside_each_other(tmp_path: Path) -> None:
     found = measured(tmp_path, agents=2, turns=2, repeats=1, is_local=True)

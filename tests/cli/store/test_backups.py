@@ -109,7 +109,7 @@ def test_a_restored_home_equals_the_old_one(cli: Cli, client: StoreClient, ada: 
     assert "is there already" in new("restore", folder).err
 
 
-@pytest.mark.long(5)
+@pytest.mark.long(2)
 def test_status_names_the_last_backup_and_the_next_one_needs_no_folder(cli: Cli, tmp_path: Path) -> None:
     (cli.home / FILE).unlink(missing_ok=True)
     assert cli("backup", "--json").value["error"]["reason"] == "NO_BACKUP"
@@ -344,7 +344,6 @@ def test_a_restore_that_was_killed_leaves_nothing_to_the_next_one(
     assert {path.name for path in tmp_path.iterdir()} == {"kept", "new", "ready", ".new.restoring-mine"}
 
 
-@pytest.mark.long(4)
 @pytest.mark.parametrize("name", ["", "objects", "objects/shelf", "kvasir-backup.json.new"])
 def test_no_link_in_the_backups_folder_is_followed(cli: Cli, kept: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / "elsewhere").mkdir()
@@ -395,7 +394,6 @@ def test_a_file_that_goes_while_a_home_is_backed_up_ends_no_backup(
     assert ended.code == 0, ended.err
 
 
-@pytest.mark.long(2)
 def test_a_link_in_the_home_is_not_followed_and_a_damaged_blob_is_left_out(
     cli: Cli, ada: SyntheticAgent, tmp_path: Path
 ) -> None:

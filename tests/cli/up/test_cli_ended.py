@@ -52,7 +52,7 @@ def _has_ended(process: psutil.Process) -> bool:
         return True
 
 
-@pytest.mark.long(11)
+@pytest.mark.long(14)
 @pytest.mark.parametrize(("words", "count"), [(("bench", "memory", "--quick"), 2), (("bench", "store", "--quick"), 1)])
 def test_sigterm_ends_the_services_of_a_measurement(tmp_path: Path, words: tuple[str, ...], count: int) -> None:
     with Cli(tmp_path / "home").running(*words, is_fresh=True) as begun:
@@ -85,7 +85,6 @@ def home() -> Iterator[Home]:
     shutil.rmtree(home.root)
 
 
-@pytest.mark.long(2)
 def test_an_up_in_the_background_ends_with_the_command_that_waits_for_it(home: Home) -> None:
     with Cli(home.root).running("up", "-d", "--no-http") as up:
         eventually(lambda: holders(home.services_lock_file))
@@ -109,7 +108,7 @@ def test_under_nohup_a_terminal_that_closes_does_not_end_up(home: Home) -> None:
     assert up.returncode == 0
 
 
-@pytest.mark.long(8)
+@pytest.mark.long(4)
 def test_an_up_whose_gateways_port_is_taken_while_it_starts_takes_the_next_one(home: Home) -> None:
     with Cli(home.root).running("up") as up, socket.socket() as other:
         first = eventually(lambda: (running := home.running()) and running.http)

@@ -188,7 +188,7 @@ def test_agents_of_a_load_come_back_to_their_memories_and_leave_none(cli: Cli) -
     assert [each for each in cli.done("agents", "ls", "--all", "--json").value if "bench-load" in str(each)] == []
 
 
-@pytest.mark.long(10)
+@pytest.mark.long(4)
 def test_a_load_is_sent_to_mlx_lms_server_too_and_shown_beside_it(cli: Cli, tmp_path: Path) -> None:
     options = ("--at-once", "3", "--requests", "3", "--in", "40", "--out", "8", "--plots", tmp_path / "plots")
     found = cli.done("bench", "load", *options, "--mlx-lm", "kvasir-tiny", "--json").value
@@ -388,7 +388,7 @@ def test_the_logs_of_the_services_are_shown_and_followed(cli: Cli) -> None:
         eventually(lambda: followed.out.endswith("\na new line\n"))
 
 
-@pytest.mark.long(12)
+@pytest.mark.long(4)
 def test_an_agent_of_a_restored_home_goes_on_token_for_token(cli: Cli, tmp_path: Path) -> None:
     def turn(home: Path) -> TurnResult:
         with Home(home).endpoint("engine").engine_client(60) as engine:

@@ -127,7 +127,7 @@ def test_an_agent_moves_between_two_macs_as_compose_says(tmp_path: Path) -> None
     shutil.rmtree(laptop.home)
 
 
-@pytest.mark.long(20)
+@pytest.mark.long(14)
 @pytest.mark.parametrize(("ram_gib", "device_gib"), [(8, 5.33), (16, 10.67), (64, 48.0), (1, 0.25)])
 def test_two_homes_and_a_tests_engine_stay_within_a_macs_memory(
     ram_gib: int, device_gib: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

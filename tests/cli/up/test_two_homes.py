@@ -124,7 +124,7 @@ async def moved(mac: Mac, agent: str, *words: str, **turn: Any) -> tuple[Heard, 
     return heard, await command
 
 
-@pytest.mark.long(9)
+@pytest.mark.long(18)
 def test_a_live_move_needs_nothing_but_the_pairing(macs: Macs) -> None:
     """Token for token the turn, and the next one, of an agent that never left."""
     laptop, studio = macs
@@ -199,7 +199,6 @@ async def until_moved(mac: Mac, agent: str, leave: Callable[[AioInferenceClient]
             await leave(client)
 
 
-@pytest.mark.long(4)
 def test_a_reader_that_leaves_ends_its_turn_at_the_peer(macs: Macs) -> None:
     laptop, studio = macs
 
@@ -218,7 +217,7 @@ def test_a_reader_that_leaves_ends_its_turn_at_the_peer(macs: Macs) -> None:
     assert studio.versions("left") == [1]
 
 
-@pytest.mark.long(6)
+@pytest.mark.long(11)
 def test_a_turn_that_moved_is_remembered_though_the_engine_that_passed_it_on_is_killed(macs: Macs) -> None:
     laptop, studio = macs
 

@@ -61,7 +61,6 @@ def test_only_allowed_tools_are_called(front: Front, mode: str) -> None:
     assert {each["name"] for each in told["output"] if each["type"] == "function_call"} == {"lamp"}
 
 
-@pytest.mark.long(2)
 def test_a_reply_beside_a_format_is_its_text_or_calls(front: Front) -> None:
     asked = {"type": "json_schema", "json_schema": {"name": "colour", "schema": COLOUR}}
     text = chat(front, tools=tools(), response_format=asked, **NONE)

@@ -302,7 +302,7 @@ def test_no_service_leaves_a_core_dump_and_each_may_open_many_files(front: Front
         assert soft >= 10_240 or soft == hard
 
 
-@pytest.mark.long(15)
+@pytest.mark.long(3)
 @pytest.mark.parametrize(("files", "connections"), [(256, 2500), pytest.param(4096, 5000, marks=pytest.mark.campaign)])
 def test_thousands_of_silent_connections_change_nothing_for_a_key_holder(
     front: Front, files: int, connections: int

@@ -77,7 +77,7 @@ def text_of(data: bytes) -> str:
     return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
 
 
-@pytest.mark.long(6)
+@pytest.mark.long(3)
 @pytest.mark.timeout(3600)
 def test_readers_who_pause_leave_and_come_again_get_every_word(front: Front) -> None:
     chance = random.Random(SEED)

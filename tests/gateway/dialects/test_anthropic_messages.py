@@ -14,7 +14,7 @@ TOOL: Any = {
 }
 
 
-@pytest.mark.long(10)
+@pytest.mark.long(4)
 def test_two_turns_are_remembered_and_counted_apart(front: Front) -> None:
     client = front.anthropic()
     messages: list[Any] = [{"role": "user", "content": "My name is Anna."}]

@@ -66,7 +66,7 @@ def test_a_recorded_conversation_computes_nothing_twice_also_after_a_kill(agents
     assert {line["side_call"] for line in talk.lines} == {"", "summary"}
 
 
-@pytest.mark.long(120)
+@pytest.mark.long(14)
 @pytest.mark.parametrize("recording", OTHERS, ids=lambda path: path.stem)
 def test_each_clients_conversation_computes_nothing_twice_also_after_a_kill(
     agents_front: Front, recording: Path
@@ -109,7 +109,7 @@ def test_a_recorded_conversation_with_a_clock_goes_on_over_midnight(agents_front
     played_over_midnight(agents_front, SMALLEST, volatile)
 
 
-@pytest.mark.long(60)
+@pytest.mark.long(13)
 @pytest.mark.parametrize("volatile", [TIMES, DEFAULT], ids=["with the rules", "without"])
 @pytest.mark.parametrize("recording", OTHERS, ids=lambda path: path.stem)
 def test_each_clients_conversation_with_a_clock_goes_on_over_midnight(

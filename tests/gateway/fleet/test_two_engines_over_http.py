@@ -94,7 +94,7 @@ def test_a_turn_goes_to_the_engine_that_holds_its_agent_and_waits_there(pair: Pa
         assert "held" in pair.hot_at(other, "held")
 
 
-@pytest.mark.long(12)
+@pytest.mark.long(8)
 def test_agents_share_two_engines_stay_where_they_are_hot_and_outlive_a_kill(pair: Pair) -> None:
     first = {name: [pair.said(name, words) for words in WORDS[:2]] for name in NAMES}
     assert len({tuple(each) for each in first.values()}) == 1, "the same turns, at whichever engine"

@@ -16,7 +16,6 @@ def call(front: Front, method: str, path: str, body: Any = None, caller: str = "
     return httpx.request(method, front.gateway.url + path, json=body, headers=front.bearer(caller), timeout=60)
 
 
-@pytest.mark.long(2)
 def test_an_agent_is_talked_to_forked_rolled_back_and_deleted(front: Front) -> None:
     turn = {"messages": [{"role": "user", "content": "My name is Anna."}], "sampling": {"max_tokens": 16}}
     first = call(front, "POST", "/v1/agents/http%2Fone/generate", turn).json()
@@ -42,7 +41,6 @@ def test_an_agent_is_talked_to_forked_rolled_back_and_deleted(front: Front) -> N
     assert call(front, "GET", "/v1/agents/http%2Ftwo").status_code == 404
 
 
-@pytest.mark.long(2)
 def test_an_agent_whose_name_ends_like_a_path_is_reached(front: Front) -> None:
     turn = {"prompt": "Hello", "sampling": {"max_tokens": 1}}
     for name in ("odd", "odd%2Fversions", "versions", "odd%2Fgenerate", "odd%2F100%2525"):

@@ -94,7 +94,7 @@ def told(event: dict[str, Any]) -> str:
     return "".join(choice["delta"].get("content") or "" for choice in event.get("choices", ()))
 
 
-@pytest.mark.long(26)
+@pytest.mark.long(21)
 @pytest.mark.parametrize("has_peers", [True, False])
 @pytest.mark.parametrize("peers", [("b",), ("b", "a")])
 def test_its_reader_hears_every_character_once(engines: Engines, peers: tuple[str, ...], has_peers: bool) -> None:
@@ -108,7 +108,7 @@ def test_its_reader_hears_every_character_once(engines: Engines, peers: tuple[st
     assert moves == len(peers)
 
 
-@pytest.mark.long(6)
+@pytest.mark.long(2)
 def test_tokens_for_other_engines_are_read_again_with_a_reload(engines: Engines) -> None:
     two = engines.two
     credentials, file = two.house.root / "credentials.toml", two.house.root / "engine.token"

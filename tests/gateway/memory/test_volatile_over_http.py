@@ -193,7 +193,7 @@ def test_a_kill_between_a_call_and_its_result_leaves_one_memory(own_front: Front
     assert len(client.agents) == 1
 
 
-@pytest.mark.long(6)
+@pytest.mark.long(13)
 @pytest.mark.parametrize("rules", [CLOCK, {}], ids=["with its rule", "without"])
 def test_a_clock_in_a_system_text_leaves_one_memory_also_over_a_kill(own_front: Front, rules: dict[str, str]) -> None:
     client, system = Client(own_front, **rules), f"It is {{}}.\n{SYSTEM}"

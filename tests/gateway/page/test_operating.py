@@ -248,7 +248,7 @@ def test_every_page_of_the_operator_can_be_read_aloud_and_has_no_script_of_its_o
         assert not [each for each in page.elements if "style" in each.attributes or each.tag == "style"]
 
 
-@pytest.mark.long(30)
+@pytest.mark.long(7)
 def test_a_home_is_operated_by_its_page_alone(tmp_path: Path) -> None:
     """Tokens count at once and end at once, two homes pair and part, and a backup goes on from the last one."""
     cli, other = Cli(in_memory.home()), Cli(in_memory.home())

@@ -27,7 +27,7 @@ def _begun(others: Collection[psutil.Process] = ()) -> set[psutil.Process]:
     return {*psutil.Process().children(recursive=True)} - {*others}
 
 
-@pytest.mark.long(3)
+@pytest.mark.long(7)
 def test_no_name_of_a_form_is_an_option_of_a_program(tmp_path: Path) -> None:
     for name in ("--help", "--peers-file=/elsewhere"):
         with pytest.raises(NotFound, match=re.escape(f"no peer {name!r}")):
@@ -144,7 +144,7 @@ def test_a_model_is_fetched_with_its_progress(tmp_path: Path, monkeypatch: pytes
     assert "can be fetched" in missing.problem
 
 
-@pytest.mark.long(12)
+@pytest.mark.long(6)
 def test_a_fetch_from_a_silent_hub_ends_when_it_is_stopped_and_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,7 +46,7 @@ def exit_codes(model_dir: Path, cache_dir: Path, *ways: str) -> list[int]:
     return [int(code) for code in done.stdout.split()] if ways[1:] else [done.returncode]
 
 
-@pytest.mark.long(7)
+@pytest.mark.long(4)
 def test_a_process_exits_cleanly_and_one_that_fails_with_its_own_error(model_dir: Path, tmp_path: Path) -> None:
     ways = ("closed", "at work", "left open", "failed")
     if sys.platform == "linux" and not gpu():

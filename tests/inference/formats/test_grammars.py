@@ -206,7 +206,7 @@ def many_properties(count: int) -> Constraint:
     return schema({"type": "object", "properties": {f"k{number}": {"type": "string"} for number in range(count)}})
 
 
-@pytest.mark.long(5)
+@pytest.mark.long(2)
 @pytest.mark.parametrize("constraint", [small_objects(200), many_properties(800), many_properties(2000)], ids=str)
 def test_a_plain_schema_with_many_ways_on_is_followed_to_the_end(
     constraint: Constraint, grammars: Grammars, tokenizer: Any, loop: asyncio.AbstractEventLoop

@@ -9,7 +9,7 @@ from tests.inference.handover.cases import ON, STORY
 from tests.inference.handover.two_engines import hear, two_engines
 
 
-@pytest.mark.long(22)
+@pytest.mark.long(14)
 def test_readers_hear_the_rest_from_the_peer_and_the_engine_is_gone(tmp_path: Path) -> None:
     with two_engines(tmp_path) as two:
         two.a.stop()

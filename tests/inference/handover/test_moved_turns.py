@@ -33,7 +33,7 @@ async def moved(source: AioInferenceClient, at: int, peer: str = "b", **turn: An
     raise AssertionError(f"it never moved: {[error.message for error in heard.not_moved]}")
 
 
-@pytest.mark.long(31)
+@pytest.mark.long(22)
 @pytest.mark.parametrize("name", CASES)
 def test_its_reader_hears_what_it_would_have_heard(two: TwoEngines, name: str) -> None:
     async def work(a: AioInferenceClient, b: AioInferenceClient) -> None:
@@ -45,7 +45,7 @@ def test_its_reader_hears_what_it_would_have_heard(two: TwoEngines, name: str) -
     run(two, work)
 
 
-@pytest.mark.long(11)
+@pytest.mark.long(4)
 def test_it_may_come_back_within_one_reply(two: TwoEngines) -> None:
     async def work(a: AioInferenceClient, b: AioInferenceClient) -> None:
         turn = {"prompt": STORY, "sampling": {**ON, "temperature": 0.9, "seed": 5, "max_tokens": 160}}
@@ -69,7 +69,7 @@ def test_a_stop_string_is_found_across_the_move_and_not_told(two: TwoEngines) ->
     run(two, work)
 
 
-@pytest.mark.long(8)
+@pytest.mark.long(4)
 def test_several_replies_move_together(two: TwoEngines) -> None:
     async def work(a: AioInferenceClient, b: AioInferenceClient) -> None:
         turn = {"prompt": STORY, "sampling": {**ON, "temperature": 1.0, "seed": 2**64 - 2, "n": 3}}
@@ -80,7 +80,7 @@ def test_several_replies_move_together(two: TwoEngines) -> None:
     run(two, work)
 
 
-@pytest.mark.long(15)
+@pytest.mark.long(5)
 def test_its_agent_goes_on_there_hot_and_here_warm_with_one_history(
     two: TwoEngines, new_agent: Callable[[], str]
 ) -> None:
@@ -103,7 +103,7 @@ def test_its_agent_goes_on_there_hot_and_here_warm_with_one_history(
     run(two, work)
 
 
-@pytest.mark.long(6)
+@pytest.mark.long(2)
 def test_the_second_turn_of_an_agent_moves_and_a_retry_is_not_done_twice(
     two: TwoEngines, new_agent: Callable[[], str]
 ) -> None:
@@ -126,7 +126,7 @@ def test_the_second_turn_of_an_agent_moves_and_a_retry_is_not_done_twice(
     run(two, work)
 
 
-@pytest.mark.long(6)
+@pytest.mark.long(2)
 def test_a_reader_that_cannot_follow_is_told_where_the_rest_is_and_gets_it_once(two: TwoEngines) -> None:
     async def work(a: AioInferenceClient, b: AioInferenceClient) -> None:
         turn = {"prompt": STORY, "sampling": ON}
@@ -145,7 +145,6 @@ def test_a_reader_that_cannot_follow_is_told_where_the_rest_is_and_gets_it_once(
     run(two, work)
 
 
-@pytest.mark.long(4)
 def test_a_turn_that_nobody_follows_is_remembered(two: TwoEngines, new_agent: Callable[[], str]) -> None:
     async def work(a: AioInferenceClient, b: AioInferenceClient) -> None:
         agent = new_agent()

@@ -108,7 +108,7 @@ async def until_idle(b: AioInferenceClient) -> None:
     raise AssertionError("a replayed turn does not end")
 
 
-@pytest.mark.long(6)
+@pytest.mark.long(12)
 @pytest.mark.timeout(3600)
 def test_replayed_bytes_of_a_hand_over_are_refused_by_name_or_are_the_same_turn(
     two: TwoEngines, new_agent: Callable[[], str]

@@ -96,7 +96,7 @@ def test_a_turn_of_two_hops_is_the_same_and_names_the_peer_that_gave_it_last(wor
     assert world.run(hops(world, "two hops", ["ben", "carl"], "ben")) == "handed over by ada"
 
 
-@pytest.mark.long(3)
+@pytest.mark.long(6)
 def test_a_turn_that_comes_back_before_its_agent_has_grown_is_the_same(world: World) -> None:
     """The agent comes back as it left: no version is made of its return."""
     assert world.run(hops(world, "comes back", ["ben", "ada"], "ada")) == "handed over by ben"

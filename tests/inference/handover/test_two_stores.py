@@ -74,7 +74,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Macs]:
         yield pair
 
 
-@pytest.mark.long(15)
+@pytest.mark.long(9)
 def test_the_agent_has_one_owner_and_its_reader_heard_nothing_of_it(pair: Macs) -> None:
     (laptop, engine), (studio, other) = pair
 
@@ -135,7 +135,7 @@ def stored_tokens(store: StoreClient, agent: str) -> int:
     return store.get_agent(agent).lines[0].token_count
 
 
-@pytest.mark.long(2)
+@pytest.mark.long(8)
 def test_an_agent_moves_in_its_sleep_and_wakes_at_the_other_store(pair: Macs) -> None:
     (laptop, engine), (studio, other) = pair
     more = {"append_messages": [{"role": "user", "content": "And then?"}], "sampling": ON}
@@ -235,7 +235,7 @@ def test_the_command_takes_the_turn_along(pair: Macs) -> None:
         assert state_of(laptop, agent) == cachestore_pb2.OWNER_STATE_MOVED
 
 
-@pytest.mark.long(7)
+@pytest.mark.long(4)
 def test_the_command_waits_for_the_turn_of_an_engine_that_it_does_not_call(pair: Macs, tmp_path: Path) -> None:
     """The turn is left once the command reports that it waits, and would go on for much longer."""
     (laptop, engine), _ = pair

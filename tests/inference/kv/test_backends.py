@@ -53,7 +53,7 @@ def layers_of(batch: DecodeBatch) -> list[DecodedLayer]:
     return list(batch._decoded.values())
 
 
-@pytest.mark.long(9)
+@pytest.mark.long(5)
 @STORED_TO_THE_BIT
 @in_blocks_too
 @pytest.mark.parametrize("budget", [ROOMY, NONE])
@@ -70,7 +70,7 @@ def test_a_batch_computes_what_each_computes_alone(model: Any, new_kv: NewKv, bu
         assert stored(together.leave(n)) == stored(kv)
 
 
-@pytest.mark.long(12)
+@pytest.mark.long(6)
 @STORED_TO_THE_BIT
 @in_blocks_too
 def test_joins_and_leaves_at_every_offset_around_a_blocks_border_change_nobody(model: Any, new_kv: NewKv) -> None:
@@ -93,7 +93,6 @@ def test_joins_and_leaves_at_every_offset_around_a_blocks_border_change_nobody(m
         assert finished[name] == stored(kv)
 
 
-@pytest.mark.long(3)
 @in_blocks_too
 def test_decoding_on_read_and_from_the_decoded_copy_give_the_same_bits(model: Any, new_kv: NewKv) -> None:
     """Also when the budget is passed in the midst."""

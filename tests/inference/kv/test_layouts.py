@@ -154,7 +154,7 @@ def far_parts(found: list[list[np.ndarray]], expected: list[list[np.ndarray]]) -
     return [part for place, part in enumerate(PARTS) if not is_near(place)]
 
 
-@pytest.mark.long(11)
+@pytest.mark.long(6)
 @pytest.mark.parametrize("name", ALL)
 def test_sequences_of_every_layout_decode_in_a_batch_as_each_does_alone(
     name: str, family: Callable[[str], Family]

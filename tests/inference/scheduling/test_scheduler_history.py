@@ -123,7 +123,7 @@ class History(RuleBasedStateMachine):
         assert sorted(map(id, self.world.ended)) == sorted(map(id, self.submitted))
 
 
-@pytest.mark.long(5)
+@pytest.mark.long(2)
 def test_after_any_history_bytes_add_up_lines_keep_their_order_cancels_free_and_everybody_ends() -> None:
     checks = list(HealthCheck)
     run_state_machine_as_test(

@@ -79,7 +79,7 @@ def test_a_retry_is_replayed_and_another_beginning_is_another_turn(
         assert engine.reply(**other, **named, sampling=SAMPLING).started.source != pb.CACHE_SOURCE_REPLAY
 
 
-@pytest.mark.long(5)
+@pytest.mark.long(2)
 def test_a_begun_reply_goes_on_after_kill_9_as_in_an_agent_that_never_left(tiny: House) -> None:
     asked: dict[str, Any] = {"messages": [QUESTION, BEGUN], "continue_final_message": True, "sampling": SAMPLING}
     with tiny.client() as client:

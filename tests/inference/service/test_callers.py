@@ -224,7 +224,7 @@ def _until_free(client: InferenceClient, turn: dict[str, Any]) -> Reply:
                 raise
 
 
-@pytest.mark.long(7)
+@pytest.mark.long(4)
 def test_of_two_engines_one_extends_an_agent_and_the_other_says_so_and_goes_on_from_there(own_house: House) -> None:
     """Two engines, one store, one agent: who has the line's lease goes on; else the compare-and-swap decides. A turn
     that waited for the lease until the other's had ended goes on behind it.

@@ -345,7 +345,6 @@ def test_bytes_that_are_no_manifest_are_refused(data: bytes) -> None:
         manifest.parse(data)
 
 
-@pytest.mark.long(4)
 @pytest.mark.parametrize("hollow", [b"\x42\x00", b"\x12\x02\x12\x00", b"\x42\x02\x22\x00"])
 def test_a_manifest_of_many_empty_parts_is_refused_before_it_is_parsed(hollow: bytes) -> None:
     with pytest.raises(InvalidArgument, match="at most 500000 fields"):

@@ -218,7 +218,7 @@ def test_beside_two_hundred_new_silent_connections_a_second_every_health_check_i
     run(test())
 
 
-@pytest.mark.long(3)
+@pytest.mark.long(6)
 @pytest.mark.parametrize(
     ("name", "method", "reason"),
     [

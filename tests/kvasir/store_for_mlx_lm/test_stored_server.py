@@ -102,7 +102,7 @@ def test_a_prompt_that_a_stored_cache_begins_goes_on_from_there_after_a_restart(
         assert second.fetch_nearest_cache(_TINY, [9, 9, 9]) == (None, [9, 9, 9])
 
 
-@pytest.mark.long(4)
+@pytest.mark.long(7)
 def test_a_longer_cache_takes_the_place_of_its_beginning_and_the_oldest_go(store: RunningStore) -> None:
     cache = _computed(_PROMPT)
     with _caches(store.address, keep=2) as caches, store.client() as client:
@@ -412,7 +412,7 @@ def test_the_unmodified_server_replies_on_a_full_disk(store: RunningStore, tmp_p
         started.process.wait()
 
 
-@pytest.mark.long(20)
+@pytest.mark.long(4)
 def test_a_cache_that_another_server_quantized_does_not_end_one_that_batches(
     store: RunningStore, tmp_path: Path
 ) -> None:
@@ -443,7 +443,7 @@ def _windowed(folder: Path) -> str:
 _WINDOWS = {"fewer rows": {"rows": 5}, "another window": {"max_size": 16}, "no window": {"max_size": 0}, "honest": {}}
 
 
-@pytest.mark.long(25)
+@pytest.mark.long(9)
 def test_a_damaged_window_ends_no_server_and_changes_no_reply(store: RunningStore, tmp_path: Path) -> None:
     path = _windowed(tmp_path / "windowed")
     model, tokenizer, *_ = mlx_lm.load(path)
@@ -475,7 +475,7 @@ def test_a_damaged_window_ends_no_server_and_changes_no_reply(store: RunningStor
             assert (cached > 32) == (how == "honest"), how
 
 
-@pytest.mark.long(25)
+@pytest.mark.long(7)
 def test_the_unmodified_server_is_warm_after_kill_9_and_replies_as_one_that_never_ended(
     store: RunningStore, tmp_path: Path
 ) -> None:

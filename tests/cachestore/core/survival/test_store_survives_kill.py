@@ -18,7 +18,7 @@ def test_kills_of_a_sealed_store_lose_no_snapshot_and_leave_nothing_plain(memory
     assert report.differences_per_life > 0
 
 
-@pytest.mark.long(14)
+@pytest.mark.long(8)
 def test_kills_lose_no_acknowledged_snapshot_and_mix_none(memory_directory: Path) -> None:
     """A kill leaves the page cache as it is, so a directory in memory shows the same."""
     report = campaign(memory_directory / "data", kills=KILLS, seed=7)

@@ -42,7 +42,7 @@ def touched(tmp_path: Path) -> Path:
     return tmp_path / "touched"
 
 
-@pytest.mark.long(6)
+@pytest.mark.long(3)
 def test_hostile_requests_touch_no_path_outside_the_store(home: StoreHome, touched: Path, tmp_path: Path) -> None:
     environment = {"PYTHONPATH": str(tmp_path / "hook"), "TOUCHED": str(touched)}
     running = home.start(env=environment, is_fresh=True)

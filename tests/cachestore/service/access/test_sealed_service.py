@@ -20,7 +20,7 @@ def there(tmp_path: Path) -> Iterator[RunningStore]:
         yield home.start()
 
 
-@pytest.mark.long(7)
+@pytest.mark.long(3)
 def test_an_agent_moves_between_a_plain_and_a_sealed_store(
     home: StoreHome, there: RunningStore, tmp_path: Path
 ) -> None:

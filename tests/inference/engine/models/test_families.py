@@ -99,7 +99,7 @@ LENGTHS = [*pairs(WINDOWED, (60, 97, 251, 330)), *pairs(RECURRENT, (60, 251, 330
 LENGTHS += [(name, 251 + 20 * number) for number, name in enumerate(sorted(set(ALL) - set(WITH_STATES)))]
 
 
-@pytest.mark.long(13)
+@pytest.mark.long(7)
 @pytest.mark.parametrize(("name", "length"), LENGTHS)
 def test_a_restored_sequence_of_every_layout_goes_on_as_if_it_had_never_left(
     name: str, length: int, family: Callable[[str], Driver]

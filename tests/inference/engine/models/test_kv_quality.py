@@ -67,7 +67,7 @@ def test_low_bit_kv_that_breaks_tool_calls_fails_the_gate(outliers: Subject) -> 
     assert not judged(q4, exam.exact).passes
 
 
-@pytest.mark.long(13)
+@pytest.mark.long(8)
 @NO_CUDA
 def test_auto_goes_up_to_the_rung_where_tool_calls_are_made_again(outliers: Subject, tmp_path: Path) -> None:
     """(LESSONS 16) Exact KV makes every call; four bits, ours or mlx-lm's, make none; and auto says why it goes up."""
@@ -86,7 +86,7 @@ def test_auto_goes_up_to_the_rung_where_tool_calls_are_made_again(outliers: Subj
     assert "tool calls 0 of 2, exact KV 2" in choice.why
 
 
-@pytest.mark.long(10)
+@pytest.mark.long(6)
 @pytest.mark.parametrize(("times", "rung", "extent"), [(8, Rung.Q4_ROTATED, GLANCE), (1024, Rung.FP, BRIEF)])
 def test_auto_climbs_as_far_as_the_keys_demand(times: float, rung: Rung, extent: Extent, tmp_path: Path) -> None:
     subject = subject_of(write_outlier_model(tmp_path / "model", times))
@@ -230,7 +230,6 @@ def test_the_exam_stops_between_texts_when_its_time_is_over(tiny: Subject) -> No
     assert exam.exact.positions == exam.rungs[0].positions > 0
 
 
-@pytest.mark.long(2)
 def test_asking_leaves_what_was_read_as_it_was(tiny: Subject) -> None:
     """Or the second question would be put behind the first."""
     conversations = Conversations.read(kvasir_tiny.conversations_path())

@@ -33,7 +33,7 @@ def llama(model_dir: Path) -> ModelRunner:
     return ModelRunner(load(model_dir, "float32").model)
 
 
-@pytest.mark.long(5)
+@pytest.mark.long(2)
 def test_each_layer_is_measured_by_itself_and_the_costly_ones_stay_exact(llama: ModelRunner) -> None:
     """If layers that should be exact were quantized, all would cost what the policy costs, and the mixture as much."""
     exam = examined(llama, budget_bytes=1000)

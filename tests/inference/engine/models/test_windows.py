@@ -105,7 +105,7 @@ def test_what_a_window_saw_at_the_prompts_edge_is_stored_behind_a_long_reply(
     assert (found.cached_tokens, found.state.token_ids) == (kept, cold.state.token_ids)
 
 
-@pytest.mark.long(6)
+@pytest.mark.long(3)
 @pytest.mark.parametrize("name", one_of(NAMES, 0))
 def test_a_retry_with_a_long_reply_can_be_retried_from_where_it_began(
     name: str, family: Callable[[str], Driver]
@@ -122,7 +122,7 @@ def test_a_retry_with_a_long_reply_can_be_retried_from_where_it_began(
     assert last.state.token_ids == stayed.state.token_ids
 
 
-@pytest.mark.long(7)
+@pytest.mark.long(4)
 @pytest.mark.parametrize(("name", "length"), pairs(NAMES, [60, 251, 600]))
 def test_a_memory_goes_back_to_wherever_its_windows_still_are(
     name: str, length: int, family: Callable[[str], Driver]
@@ -157,7 +157,7 @@ def test_a_memory_that_came_back_is_stored_again_to_the_bit(name: str, family: C
         assert two.tail == one.tail
 
 
-@pytest.mark.long(7)
+@pytest.mark.long(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_shared_prefix_gives_what_a_cold_run_gives(name: str, family: Callable[[str], Driver]) -> None:
     """In the engine, from another agent's pages; and from files, as FindPrefix finds them."""
@@ -238,7 +238,6 @@ def test_a_wrong_file_of_a_window_is_data_loss_that_names_it(name: str, family: 
     assert driver.turn(prompt, good, driver.key(), max_tokens=2).cached_tokens == 620
 
 
-@pytest.mark.long(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_files_that_were_restored_are_not_held_for_the_whole_turn(name: str, family: Callable[[str], Driver]) -> None:
     driver = family(name)
@@ -258,7 +257,7 @@ def test_files_that_were_restored_are_not_held_for_the_whole_turn(name: str, fam
     assert [(reuse.blobs, reuse.windows) for reuse in held if isinstance(reuse, Restored)] == [((), ())]
 
 
-@pytest.mark.long(5)
+@pytest.mark.long(2)
 @pytest.mark.parametrize("name", one_of(NAMES, 0))
 def test_many_agents_with_one_system_prompt_hold_it_once(name: str, family: Callable[[str], Driver]) -> None:
     """Each of them has pages of its own for what it adds, and no more: the common blocks are counted once."""
@@ -282,7 +281,7 @@ def test_many_agents_with_one_system_prompt_hold_it_once(name: str, family: Call
     assert used_pages() - before < agents * per_sequence / 2
 
 
-@pytest.mark.long(8)
+@pytest.mark.long(2)
 @pytest.mark.parametrize("generates", [True, False])
 @pytest.mark.parametrize("window", [512, 1024])
 def test_a_turns_pages_stay_within_its_reservation_when_its_source_is_gone(window: int, *, generates: bool) -> None:

@@ -145,7 +145,7 @@ def test_files_that_reach_the_device_late_let_the_turn_go_on_by_themselves(
     assert driver.files(back) == driver.files(stayed)
 
 
-@pytest.mark.long(7)
+@pytest.mark.long(10)
 @pytest.mark.batch_as_alone
 @pytest.mark.parametrize("came", range(FILES))
 def test_a_file_that_does_not_come_leaves_the_turn_what_a_plan_with_the_files_before_it_does(

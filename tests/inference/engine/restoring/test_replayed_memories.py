@@ -39,7 +39,7 @@ def replayed(driver: Driver, tokens: TokenIds, runs: Runs) -> AgentKey:
     return key
 
 
-@pytest.mark.long(3)
+@pytest.mark.long(35)
 @pytest.mark.parametrize(
     ("name", "seed"), first_and_in_turn([(name, seed) for name in FAMILIES for seed in (1, 2)], seconds=16)
 )

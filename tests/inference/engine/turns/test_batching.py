@@ -53,7 +53,7 @@ def test_who_joins_while_others_decode_changes_nobody(driver: Driver) -> None:
     assert [driver.reply(listener.end()) for listener in listeners] == alone
 
 
-@pytest.mark.long(2)
+@pytest.mark.long(5)
 @pytest.mark.cpu_only("a GPU reads pages where they lie")
 def test_a_turn_that_ends_beside_a_prompt_makes_no_other_decode_its_rows_again(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
@@ -83,7 +83,6 @@ def test_a_turn_that_ends_beside_a_prompt_makes_no_other_decode_its_rows_again(
     assert filled_since == 0
 
 
-@pytest.mark.long(2)
 @pytest.mark.batch_as_alone
 def test_a_cancelled_turn_leaves_the_batch_and_changes_nobody(driver: Driver) -> None:
     prompts = [tokens_of(100 + place, 70 + place) for place in range(3)]
@@ -122,7 +121,6 @@ def test_a_forward_pass_that_fails_ends_its_turns_and_nothing_after(
     assert driver.reply(driver.turn(prompt, key=driver.key(), max_tokens=10)) == expected
 
 
-@pytest.mark.long(2)
 @pytest.mark.batch_as_alone
 @pytest.mark.cells_of_a_block
 def test_siblings_compute_what_they_share_once(driver: Driver) -> None:

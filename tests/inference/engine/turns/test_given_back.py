@@ -57,7 +57,7 @@ def remembered(driver: Driver) -> AgentKey:
     return key
 
 
-@pytest.mark.long(3)
+@pytest.mark.long(7)
 def test_an_idle_engine_keeps_little_and_its_agents_go_on_from_their_files(driver: Driver) -> None:
     first = pool_bytes(pool_of(driver))
     key = remembered(driver)
@@ -72,7 +72,7 @@ def test_an_idle_engine_keeps_little_and_its_agents_go_on_from_their_files(drive
     assert driver.reply(driver.turn((*files.token_ids, *SUFFIX), files, driver.key())) == expected
 
 
-@pytest.mark.long(5)
+@pytest.mark.long(10)
 def test_memory_goes_back_between_two_steps_of_a_reply_and_changes_none_of_its_tokens(driver: Driver) -> None:
     """Pages in use are copied. The memory that the turn extends stays, and so does one that the store lacks."""
     extended = remembered(driver)
@@ -101,7 +101,7 @@ def test_a_card_whose_pool_stays_keeps_the_memories_in_it(driver: Driver, monkey
     assert key in driver.engine.memories.sizes()
 
 
-@pytest.mark.long(3)
+@pytest.mark.long(6)
 def test_no_more_memories_go_than_the_pages_in_use_behind_them_let_go(driver: Driver) -> None:
     """A running turn has the last page: what lies in front of it stays allocated, whichever memories are dropped."""
     for key in driver.engine.memories.sizes():

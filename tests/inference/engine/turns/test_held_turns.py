@@ -324,7 +324,7 @@ def test_windows_and_recurrent_states_go_along(name: str, tmp_path: Path) -> Non
         driver.engine.close()
 
 
-@pytest.mark.long(6)
+@pytest.mark.long(12)
 @pytest.mark.parametrize("name", ["gemma3", "granite_hybrid"])
 def test_where_a_turn_stopped_is_no_rewind_point_for_which_it_has_room(
     name: str, tmp_path: Path, cell_tokens: int

@@ -114,7 +114,7 @@ def logprobs(listener: Listener) -> list[float]:
     return [each.logprob for event in listener.events if isinstance(event, Tokens) for each in event.logprobs]
 
 
-@pytest.mark.long(4)
+@pytest.mark.long(8)
 def test_a_memory_of_a_shared_pass_is_restored_as_one_that_never_left(emulated: Driver, passes: Passes) -> None:
     """Its block is reported as it comes, and serves its own namespace alone."""
     key, other = emulated.key(), emulated.key()
@@ -178,7 +178,7 @@ def test_without_room_for_all_of_a_pass_each_is_computed_alone(
     assert asked == [2]
 
 
-@pytest.mark.long(3)
+@pytest.mark.long(7)
 def test_a_turn_that_is_preempted_behind_a_shared_pass_goes_on_where_it_was(emulated: Driver, passes: Passes) -> None:
     """A person takes the room of the younger one, behind others' memories that of both, and gives it back."""
     alone = [emulated.reply(emulated.turn(text, max_tokens=6)) for text in (LONG, MIDDLING)]
@@ -203,7 +203,7 @@ def test_a_turn_that_is_preempted_behind_a_shared_pass_goes_on_where_it_was(emul
         assert tuple(drawn[: len(reply)]) == reply
 
 
-@pytest.mark.long(2)
+@pytest.mark.long(6)
 def test_a_long_cell_beside_a_stream_is_packed_alone_and_one_that_nobody_waits_for_is_not(
     emulated: Driver, passes: Passes
 ) -> None:

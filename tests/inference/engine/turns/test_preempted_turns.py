@@ -227,7 +227,7 @@ BROUGHT: dict[str, Callable[[Sequence[bytes]], Sequence[bytes]]] = {
 }
 
 
-@pytest.mark.long(9)
+@pytest.mark.long(5)
 @pytest.mark.parametrize(("cut", "brought"), pairs(list(CUTS), BROUGHT))
 def test_what_of_a_turn_does_not_come_back_is_computed_again_and_nothing_is_said_twice(
     small: Driver, cut: str, brought: str, undisturbed: Callable[[str], Undisturbed]
@@ -259,7 +259,7 @@ def arriving(files: Sequence[bytes], expected: int) -> Incoming:
     return incoming
 
 
-@pytest.mark.long(3)
+@pytest.mark.long(10)
 @pytest.mark.parametrize("brought", ["all", "one block", "not numbers"])
 def test_files_that_come_while_others_become_kv_bring_back_as_much(
     small: Driver, brought: str, undisturbed: Callable[[str], Undisturbed]

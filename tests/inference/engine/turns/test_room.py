@@ -98,7 +98,7 @@ def used_and_accounted(driver: Driver) -> tuple[int, int]:
     return used, ledger.used_bytes + ledger.promised_bytes
 
 
-@pytest.mark.long(5)
+@pytest.mark.long(2)
 @pytest.mark.cells_of_a_block
 def test_a_turn_finds_its_room_also_where_the_memory_whose_beginning_it_shares_cannot_make_any(
     model_dir: Path, tmp_path: Path

@@ -97,7 +97,7 @@ def outcome(driver: Driver, listener: Listener, key: Any) -> tuple[object, ...]:
     return reported(listener), progress, ended.mask_passes, ended.cached_tokens, ended.state, driver.files(key)
 
 
-@pytest.mark.long(6)
+@pytest.mark.long(16)
 @SUMS
 @of_each_model
 @pytest.mark.parametrize(("length", "sums_alike"), [(5, True), (BEHIND_BORDER, True), (411, False)])
@@ -229,7 +229,7 @@ def test_such_turns_are_beside_all_others_what_they_are_alone(served: Served) ->
     assert outcome(driver, served.begun(again, prompts[3], **KINDS[3]), again) == alone[3], "after a cancel"
 
 
-@pytest.mark.long(2)
+@pytest.mark.long(19)
 @pytest.mark.parametrize("served", MODELS, indirect=True)
 @pytest.mark.parametrize(("at", "brought"), [(1, "all"), (3, "all"), pytest.param(3, "nothing", marks=SUMS)])
 def test_such_a_turn_goes_on_to_the_bit_after_a_preemption_and_in_another_process(

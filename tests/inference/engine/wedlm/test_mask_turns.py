@@ -115,7 +115,7 @@ def until_end(reply: list[int]) -> list[int]:
     return reply[: reply.index(END) + 1] if END in reply else reply
 
 
-@pytest.mark.long(4)
+@pytest.mark.long(11)
 @pytest.mark.parametrize("policy", [*POLICIES, NEXT, IN_ORDER])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_two_turns_are_those_of_the_reference(

@@ -16,7 +16,7 @@ from tests.made_models.sampling import sampled
 SPOKEN = {"prompt": STORY, "sampling": {**ON, "temperature": 0.8, "seed": 4}}
 
 
-@pytest.mark.long(36)
+@pytest.mark.long(23)
 @pytest.mark.parametrize("follows", [True, False])
 def test_a_link_that_is_cut_at_any_byte_doubles_nothing_and_loses_nothing_untold(
     two: TwoEngines, new_agent: Callable[[], str], follows: bool
@@ -56,7 +56,7 @@ async def one_owner(a: AioInferenceClient, b: AioInferenceClient, agent: str, wh
     return end
 
 
-@pytest.mark.long(5)
+@pytest.mark.long(2)
 def test_a_peer_that_is_not_there_leaves_the_turn_where_it_is(two: TwoEngines) -> None:
     async def work(a: AioInferenceClient, b: AioInferenceClient) -> None:
         stayed, heard = await hear(a, **SPOKEN), await hear(a, {2: (a, "gone")}, **SPOKEN)

@@ -99,7 +99,6 @@ def test_one_wrong_number_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch
     assert word in checked("q4", monkeypatch, kernel, spoil)
 
 
-@pytest.mark.long(6)
 def test_right_tiles_are_taken_and_a_wrong_mix_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "_TILED", checks._TILED[:1])
     found = []

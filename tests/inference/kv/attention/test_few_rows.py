@@ -29,7 +29,7 @@ def error(found: mx.array, x: mx.array, w: mx.array) -> float:
     return float(mx.linalg.norm(found.astype(mx.float32) - right) / mx.linalg.norm(right))  # type: ignore[arg-type]
 
 
-@pytest.mark.long(2)
+@pytest.mark.long(5)
 @pytest.mark.parametrize(("dtype", "most"), [(mx.bfloat16, 4e-3), (mx.float16, 5e-4)])
 @pytest.mark.parametrize(("widths", "depth"), [((48,), 1160), ((33, 16, 7), 256), ((64, 96), 40), ((4290,), 40)])
 def test_products_are_near_and_a_row_has_the_same_bits_beside_any_others(
@@ -45,7 +45,7 @@ def test_products_are_near_and_a_row_has_the_same_bits_beside_any_others(
             assert mx.array_equal(y, all_rows[-rows:])
 
 
-@pytest.mark.long(2)
+@pytest.mark.long(10)
 @pytest.mark.parametrize(("dtype", "most"), [(mx.bfloat16, 4e-3), (mx.float16, 5e-4)])
 @pytest.mark.parametrize(
     ("widths", "depth", "group"), [((48,), 192, 32), ((33, 16, 7), 256, 64), ((64, 96), 512, 64), ((4290,), 128, 128)]
@@ -66,7 +66,6 @@ def test_packed_matrices_give_what_their_values_give_and_a_row_has_the_same_bits
             assert mx.array_equal(y, all_rows[-rows:])
 
 
-@pytest.mark.long(2)
 @pytest.mark.parametrize(("group", "wide"), [(0, 1), (64, 1), (64, 16_384)], ids=["16 bits", "wide", "narrow"])
 def test_a_sum_has_one_order_for_rows_of_any_number(group: int, wide: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Great numbers that cancel each other show where in the sum they came."""

@@ -157,7 +157,7 @@ def test_files_go_from_one_kind_of_pool_to_the_other() -> None:
     assert stored(crossed.both[1]) == stored(plain)
 
 
-@pytest.mark.long(9)
+@pytest.mark.long(12)
 def test_a_few_rows_behind_many_are_attended_to_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the borders of blocks and of windows, with windows shorter than the chunk, and with a shared tail."""
     monkeypatch.setattr(prefill_layer, "LONG_TOKENS", 200)
@@ -194,7 +194,7 @@ def test_only_cuda_leaves_lengths_that_recur_to_mlx() -> None:
         assert not layer._attends(1 << 17, 1024), "so many pairs take the kernels longer than MLX"
 
 
-@pytest.mark.long(8)
+@pytest.mark.long(21)
 def test_many_rows_are_attended_to_where_they_lie_unless_their_lengths_recur(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a window only if no row of the pass leaves it; and not if so many queries see so much that MLX is faster."""
     for module in (prefill_layer, paged):

@@ -40,7 +40,7 @@ def page_bytes(pool: KvPool, pages: list[int]) -> list[bytes]:
     return [np.asarray(array[mx.array(pages)]).tobytes() for array in pool.arrays]
 
 
-@pytest.mark.long(2)
+@pytest.mark.long(10)
 @GRAPHS
 @pytest.mark.parametrize("depth", first_and_in_turn([300, 0, 2_100], seconds=4))
 def test_a_graph_made_amid_a_reply_changes_no_bit_of_it_and_no_page_that_anybody_holds(

@@ -108,7 +108,7 @@ def assert_same(found: mx.array, kv: SequenceKV, expected: mx.array, other: Sequ
         assert stored(kv) == stored(other)
 
 
-@pytest.mark.long(10)
+@pytest.mark.long(28)
 @pytest.mark.parametrize("family", ["llama3.1", "gemma3", "gpt_oss"])
 def test_packed_cells_have_the_bits_that_each_has_alone(family: str, tmp_path: Path) -> None:
     """Logits and stored rows, with windows and sinks too; near to those of a pass layer by layer. On a GPU near."""
@@ -200,7 +200,7 @@ def test_a_packed_graph_is_kept_ahead_only_where_passes_are_packed(pass_rows: in
     assert kept == ([1] if pass_rows else [1, 2])
 
 
-@pytest.mark.long(2)
+@pytest.mark.long(5)
 def test_a_packed_pass_that_fails_or_finds_no_room_has_changed_nothing(tmp_path: Path) -> None:
     packing = Packing(write_family(tmp_path, ALL["qwen3"]), pages=6)
     sequences = [packing.begun(TOKENS[:100]), packing.begun(TOKENS[100:120])]

@@ -79,7 +79,7 @@ def test_a_graph_is_kept_for_what_stays_in_each_window(window: int, most: int) -
     assert most_kept_tokens(windowed_identity(window), None, "bfloat16") == 0
 
 
-@pytest.mark.long(4)
+@pytest.mark.long(7)
 def test_a_suffix_that_cannot_be_filled_up_is_computed_in_two_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

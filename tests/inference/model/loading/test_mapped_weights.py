@@ -200,7 +200,7 @@ class TestMapped:
         assert kept < converted / 2, "the pages of what is used no more"
         assert same_bits(logits(loaded), logits(load(tmp_path, "float32", copies_weights=True)))
 
-    @pytest.mark.long(10)
+    @pytest.mark.long(5)
     def test_two_engines_share_the_pages_and_loading_needs_no_second_copy(self, tmp_path: Path) -> None:
         size = write_model(tmp_path, LARGE, compute_type="float32")
         first = Loader(tmp_path)

@@ -88,7 +88,7 @@ def test_a_cut_turn_is_remembered_as_far_as_it_came_when_that_was_asked(
     assert following.started.cached_tokens > heard.started.prompt_tokens
 
 
-@pytest.mark.long(5)
+@pytest.mark.long(2)
 def test_a_retry_of_a_turn_that_was_cut_does_it_again_instead_of_behind_it(
     house: House, client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:
@@ -282,7 +282,7 @@ def check_survival(model: Path, directory: Path, kills: int, turns: int) -> None
     print(f"{kills} kills, {broken} turns broken, every reply as in a conversation that was never killed")
 
 
-@pytest.mark.long(8)
+@pytest.mark.long(4)
 def test_killed_at_random_moments_the_agent_answers_as_of_its_last_whole_turn(model: Path, tmp_path: Path) -> None:
     check_survival(model, tmp_path, 3, turns=6)
 

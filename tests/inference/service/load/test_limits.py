@@ -67,7 +67,7 @@ def test_memory_context_and_queue_are_bounded_and_say_so(small: House) -> None:
                 time.sleep(0.02)
 
 
-@pytest.mark.long(6)
+@pytest.mark.long(2)
 def test_a_clamped_max_tokens_keeps_what_fits_and_takes_a_part_of_it_else(small: House) -> None:
     """All that a turn may take is reserved: one that asks for more than there is leaves room for others."""
     stops_nowhere = {"logit_bias": {0: 100.0}, "temperature": 0.0}  # one token for ever

@@ -128,7 +128,7 @@ def test_a_background_agent_and_many_people_all_get_their_right_replies(house: H
     assert told[0] == told[1]
 
 
-@pytest.mark.long(14)
+@pytest.mark.long(8)
 def test_a_store_that_dies_while_a_turn_is_preempted_costs_time_and_no_word(house: House, expected: Reply) -> None:
     before, missed = preemptions(house), sum(misses(house).values())
     turn = Turn(house, "bereft").start()
@@ -144,7 +144,7 @@ def test_a_store_that_dies_while_a_turn_is_preempted_costs_time_and_no_word(hous
     assert sum(misses(house).values()) > missed
 
 
-@pytest.mark.long(6)
+@pytest.mark.long(2)
 def test_a_turn_whose_files_no_store_takes_keeps_them_and_goes_on(house: House, expected: Reply) -> None:
     turn = Turn(house, "homeless").start()
     before, missed = preemptions(house), misses(house)
@@ -159,7 +159,7 @@ def test_a_turn_whose_files_no_store_takes_keeps_them_and_goes_on(house: House, 
     assert misses(house) == missed  # nothing was lost, though the store has none of it
 
 
-@pytest.mark.long(10)
+@pytest.mark.long(4)
 def test_who_goes_away_while_its_turn_is_preempted_leaves_the_agent_as_it_was(house: House) -> None:
     before = preemptions(house)
     turn = Turn(house, "fickle")

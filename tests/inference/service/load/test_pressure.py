@@ -122,7 +122,7 @@ def test_a_cancel_and_a_deadline_stop_a_prefill_within_a_cell(client: InferenceC
     assert prefilled_tokens(client) - before < 3800
 
 
-@pytest.mark.long(6)
+@pytest.mark.long(13)
 @pytest.mark.parametrize("how", ["cancel", "deadline"])
 def test_a_turn_that_waits_for_its_store_is_let_go_at_once(slow: House, client: InferenceClient, how: str) -> None:
     """(LESSONS 25) Its budget for the store is an hour here; nobody waits for it once the caller is gone."""

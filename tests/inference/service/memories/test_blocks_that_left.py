@@ -76,7 +76,7 @@ def until_swept(house: House, expected: set[str]) -> None:
             time.sleep(GRACE_S / 4)
 
 
-@pytest.mark.long(8)
+@pytest.mark.long(4)
 def test_after_a_kill_of_both_in_the_middle_the_agent_goes_on_from_its_last_whole_turn(own_house: House) -> None:
     with own_house.client() as client:
         begin(client, "never left", "killed")
@@ -148,7 +148,7 @@ def test_an_agent_that_is_deleted_meanwhile_gets_none_of_the_blocks(
         until_swept(sweeping, before)
 
 
-@pytest.mark.long(4)
+@pytest.mark.long(8)
 def test_an_agent_that_is_rolled_back_meanwhile_is_what_it_was_and_the_blocks_are_swept(
     sweeping: House, new_agent: Callable[[], str]
 ) -> None:
@@ -187,7 +187,7 @@ def test_a_fork_made_meanwhile_is_of_the_version_before_and_the_turn_is_stored_a
         assert reply.token_ids == of_the_story
 
 
-@pytest.mark.long(5)
+@pytest.mark.long(11)
 def test_a_turn_that_nobody_keeps_uploads_nothing(sweeping: House, new_agent: Callable[[], str]) -> None:
     agent = new_agent()
     with sweeping.client() as client:

@@ -67,7 +67,7 @@ def forged(house: House, agent: str) -> bytes:
     return b"".join(archive.pack(message, blobs, agent_id=agent))
 
 
-@pytest.mark.long(10)
+@pytest.mark.long(13)
 @pytest.mark.parametrize("way", ["forked", "rolled back"])
 def test_nobody_is_served_rows_that_a_stranger_brought(
     own_house: House, new_agent: Callable[[], str], way: str

@@ -72,7 +72,7 @@ def fill(client: InferenceClient, agent: str, on_full: pb.OnFull, facts: list[tu
 
 
 # A summary is made by the model, which is asked for it again and again best where it was told little at once.
-@pytest.mark.long(26)
+@pytest.mark.long(12)
 @pytest.mark.parametrize(
     ("on_full", "times", "facts"), [(DROP, 2, FACTS[:16]), (SUMMARIZE, 2, ONE_EACH[:28])], ids=["drop", "summarize"]
 )
@@ -116,7 +116,6 @@ def test_several_times_its_context_is_never_refused_and_the_next_turn_is_hot(
     assert kept.shortened.has_summary == (on_full is SUMMARIZE)
 
 
-@pytest.mark.long(2)
 def test_without_it_a_full_memory_is_refused_and_stays(
     house: House, client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:
@@ -131,7 +130,7 @@ def test_without_it_a_full_memory_is_refused_and_stays(
     assert not known.HasField("shortened")
 
 
-@pytest.mark.long(7)
+@pytest.mark.long(2)
 def test_the_longer_version_stays_in_history_and_a_killed_house_brings_the_shorter_back(
     tmp_path: Path,
 ) -> None:
@@ -180,7 +179,7 @@ def test_a_caller_that_names_versions_or_asks_again_notices_nothing(
     assert shortened > 1
 
 
-@pytest.mark.long(5)
+@pytest.mark.long(2)
 def test_a_client_that_sends_everything_each_time_goes_on_with_what_is_kept(
     client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:
@@ -201,7 +200,6 @@ def test_a_client_that_sends_everything_each_time_goes_on_with_what_is_kept(
     assert warmed.tokens < CONTEXT, "as its agent has it"
 
 
-@pytest.mark.long(3)
 def test_one_long_question_leaves_out_the_old_before_the_reply_unless_it_is_too_long_itself(
     client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:
@@ -218,7 +216,7 @@ def test_one_long_question_leaves_out_the_old_before_the_reply_unless_it_is_too_
     assert too_long.value.reason == "CONTEXT_EXCEEDED"
 
 
-@pytest.mark.long(8)
+@pytest.mark.long(3)
 def test_a_question_with_many_tool_calls_stays_and_the_oldest_calls_go_with_their_results(
     house: House, client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:
@@ -260,7 +258,6 @@ def test_a_turn_that_is_cut_before_its_reply_keeps_the_summary(
     assert known.messages[1].content == "Remember: Velora lives in Tamsik."
 
 
-@pytest.mark.long(2)
 def test_a_label_holds_while_the_store_is_away(
     house: House, client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:
@@ -285,7 +282,6 @@ def filled(client: InferenceClient, agent: str, on_full: pb.OnFull, facts: list[
     return next(reply for reply in said if reply.finished.HasField("shortening"))
 
 
-@pytest.mark.long(2)
 def test_a_rollback_while_the_summary_is_made_stays(
     house: House, client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:
@@ -299,7 +295,6 @@ def test_a_rollback_while_the_summary_is_made_stays(
     assert back.version > version
 
 
-@pytest.mark.long(3)
 def test_a_turn_is_over_once_its_reader_has_its_end(client: InferenceClient, new_agent: Callable[[], str]) -> None:
     """And not once the memory is shorter."""
     request_id = filled(client, new_agent(), SUMMARIZE).started.request_id
@@ -308,7 +303,6 @@ def test_a_turn_is_over_once_its_reader_has_its_end(client: InferenceClient, new
         client.cancel_turn(request_id)
 
 
-@pytest.mark.long(3)
 def test_what_is_kept_leaves_room_for_another_turn_that_asks_for_as_long_a_reply(
     client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:

@@ -109,7 +109,7 @@ def check_restored(house: House, plain: House, agent: str, twin: str) -> None:
     assert reply.token_ids == expected.token_ids
 
 
-@pytest.mark.long(8)
+@pytest.mark.long(14)
 def test_a_memory_far_larger_than_what_may_wait_is_stored_by_a_slow_store(house: Slow, plain: House) -> None:
     """It takes longer than the reader waits, and longer than a store may take nothing at all."""
     expected = turn(plain, "large", LONG)
@@ -129,7 +129,7 @@ def test_a_memory_far_larger_than_what_may_wait_is_stored_by_a_slow_store(house:
     check_restored(house, plain, "large", "large")
 
 
-@pytest.mark.long(8)
+@pytest.mark.long(17)
 def test_a_turn_that_begins_while_its_memory_is_still_copied_leaves_both_as_they_were(
     house: Slow, plain: House
 ) -> None:
@@ -150,7 +150,7 @@ def test_a_turn_that_begins_while_its_memory_is_still_copied_leaves_both_as_they
     check_restored(house, plain, "both", "both")
 
 
-@pytest.mark.long(16)
+@pytest.mark.long(20)
 @pytest.mark.parametrize("how", ["killed", "stalled"])
 def test_a_store_that_goes_in_the_middle_of_a_large_memory_gets_all_of_it(how: str, house: Slow, plain: House) -> None:
     agent = f"store {how}"
@@ -193,7 +193,7 @@ def test_a_memory_that_failed_is_stored_once_the_store_has_room(model: Path, tmp
         house.close()
 
 
-@pytest.mark.long(10)
+@pytest.mark.long(16)
 def test_a_memory_is_stored_before_another_takes_its_room(wide: Path, tmp_path: Path, plain: House) -> None:
     for agent in ("first", "second"):
         turn(plain, agent, agent + LONG)

@@ -108,7 +108,7 @@ def test_a_prompt_that_leaves_the_memory_is_answered_alike_hot_and_after_a_resta
     assert warm.token_ids == hot.token_ids
 
 
-@pytest.mark.long(7)
+@pytest.mark.long(3)
 def test_a_prompt_that_is_the_memory_or_its_beginning_computes_one_token(
     client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:

@@ -84,7 +84,7 @@ def test_a_refusal_names_the_field(
     assert refused.value.field == field
 
 
-@pytest.mark.long(6)
+@pytest.mark.long(22)
 def test_a_text_may_be_cut_to_the_context(client: InferenceClient) -> None:
     ids = [3 + number % 900 for number in range(5000)]
     context = client.get_model().context_tokens

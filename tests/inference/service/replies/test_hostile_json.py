@@ -54,7 +54,7 @@ def refused(house: House, token: str, arguments: str) -> str:
     return refusal.value.field
 
 
-@pytest.mark.long(9)
+@pytest.mark.long(4)
 @pytest.mark.parametrize("arguments", [LONG, *SHORT], ids=["long", "many values", "deep", "cut"])
 def test_hostile_json_stops_nobody_elses_stream(callers: tuple[House, str, str], arguments: str) -> None:
     house, attacker, other = callers

@@ -40,7 +40,7 @@ def kill_at_first_text(house: House, client: InferenceClient, prompt: str) -> No
         killer.join()
 
 
-@pytest.mark.long(12)
+@pytest.mark.long(4)
 def test_an_agent_whose_engine_is_killed_in_mid_window_goes_on_as_one_that_never_was(masked_house: House) -> None:
     house = masked_house
     with house.client() as client:

@@ -61,7 +61,7 @@ def test_a_memory_goes_on_by_ids_and_by_text(client: InferenceClient, new_agent:
     assert other.started.source != pb.CACHE_SOURCE_REPLAY
 
 
-@pytest.mark.long(6)
+@pytest.mark.long(2)
 def test_a_memory_of_ids_goes_on_after_kill_9_as_if_nothing_had_been(own_house: House) -> None:
     with own_house.client() as client:
         ids = ids_of(client, TEXT)

@@ -54,7 +54,7 @@ def lay_down(house: House, agent: str) -> None:
         client.sleep(agent)
 
 
-@pytest.mark.long(20)
+@pytest.mark.long(5)
 @pytest.mark.timeout(14400)
 @pytest.mark.parametrize("lives", PIECES, ids=lambda lives: f"from{lives.start}")
 def test_lives_with_naps_are_those_that_never_slept(house: House, new_agent: Callable[[], str], lives: range) -> None:
@@ -137,7 +137,7 @@ def test_the_commands_put_an_agent_to_sleep_list_it_and_wake_it(house: House, ne
         assert kvasir(command, new_agent(), code=5)["error"]["reason"] == "AGENT_NOT_FOUND"
 
 
-@pytest.mark.long(8)
+@pytest.mark.long(14)
 def test_agents_unused_for_long_fall_asleep_but_pinned_ones_do_not(
     own_house: House, new_agent: Callable[[], str]
 ) -> None:
@@ -262,7 +262,7 @@ def test_an_agent_that_fills_its_context_stays_awake(tmp_path: Path) -> None:
         assert client.warm(agent_id="almost").computed_tokens == 0
 
 
-@pytest.mark.long(15)
+@pytest.mark.long(8)
 def test_an_agent_asleep_is_awake_before_the_turn_that_its_returns_foretell(
     own_house: House, new_agent: Callable[[], str]
 ) -> None:
@@ -288,7 +288,7 @@ def test_an_agent_asleep_is_awake_before_the_turn_that_its_returns_foretell(
         assert not client.list_hot_memories([agent])[0].is_woken_ahead
 
 
-@pytest.mark.long(20)
+@pytest.mark.long(14)
 def test_an_agent_that_another_engine_has_is_not_woken_ahead(own_house: House, new_agent: Callable[[], str]) -> None:
     agent = new_agent()
     ask(own_house, agent, " ".join(WORDS[:90]), 1)
@@ -303,7 +303,7 @@ def test_an_agent_that_another_engine_has_is_not_woken_ahead(own_house: House, n
                 time.sleep(0.1)
 
 
-@pytest.mark.long(30)
+@pytest.mark.long(33)
 def test_a_turn_elsewhere_ends_a_wake_of_its_agent(own_house: House, new_agent: Callable[[], str]) -> None:
     agent = new_agent()
     endless = {"max_tokens": 2000, "logit_bias": {LLAMA["eos_token_id"]: -100.0}}

@@ -37,7 +37,7 @@ def wait_until_known(file: Path) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.long(16)
+@pytest.mark.long(31)
 def test_behind_a_slow_link_a_common_prefix_is_computed_and_an_agents_own_memory_is_restored(tmp_path: Path) -> None:
     house = House(tmp_path, write_model(tmp_path / "wide", WIDE))
     store_socket = Path(house.store.address.removeprefix("unix:"))

@@ -168,7 +168,7 @@ def newest_blocks(house: House, agent: str) -> list[str]:
     return [*(block.hash for block in parsed.blocks), parsed.tail.hash]
 
 
-@pytest.mark.long(13)
+@pytest.mark.long(8)
 def test_a_damaged_block_costs_a_prefill_from_the_stored_tokens_and_nothing_else(house: House) -> None:
     damages = (("flipped", 0), ("flipped", -1), ("truncated", 1), ("missing", 0), ("missing", -1))
     cases = {f"{how} {which}": (how, which) for how, which in damages}

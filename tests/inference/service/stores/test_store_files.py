@@ -165,7 +165,7 @@ def test_files_that_no_plan_wants_are_forgotten_and_take_little_room(
     asyncio.run(test())
 
 
-@pytest.mark.long(6)
+@pytest.mark.long(3)
 def test_a_killed_engines_memory_comes_back_from_the_files_up_to_one_that_is_damaged(
     model: Path, tmp_path: Path
 ) -> None:

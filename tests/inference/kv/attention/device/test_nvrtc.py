@@ -174,7 +174,7 @@ def without_what_the_driver_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx, "eval", evaluate_or_refuse)
 
 
-@pytest.mark.long(2)
+@pytest.mark.long(5)
 @pytest.mark.usefixtures("not_asked_yet")
 @pytest.mark.parametrize("take_away", [without_the_library, without_what_the_driver_takes])
 def test_where_products_of_warpgroups_cannot_be_launched_tiles_serve(

@@ -79,7 +79,7 @@ def steps_of(batch: DecodeBatch) -> tuple[list[mx.array], list[mx.array]]:
     return logits, batch._pool.arrays
 
 
-@pytest.mark.long(9)
+@pytest.mark.long(34)
 @pytest.mark.parametrize("sequences", [1, 3])
 @ATTENDING
 @BITS
@@ -100,7 +100,7 @@ def test_heads_that_the_kernels_cut_have_the_bits_of_changed_shapes(
     assert all(map(mx.array_equal, pages, right_pages))
 
 
-@pytest.mark.long(9)
+@pytest.mark.long(13)
 @pytest.mark.parametrize("by_kernel", [False, True])
 @BITS
 def test_a_window_of_masks_has_the_same_bits_with_heads_that_its_products_cut(

@@ -36,7 +36,7 @@ def matrices_of(count: int, width: int, depth: int, dtype: mx.Dtype, bits: int) 
     return [mx.quantize(w, 64, 4) if bits == 4 else (w,) for w in made]
 
 
-@pytest.mark.long(2)
+@pytest.mark.long(7)
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
 @pytest.mark.parametrize(("rows", "width", "depth"), [(1, 48, 320), (9, 33, 64), (64, 4300, 64)])
 @BITS
@@ -50,7 +50,7 @@ def test_rows_that_are_added_give_the_bits_of_a_sum_after_the_product(
     assert mx.array_equal(found, added + product)
 
 
-@pytest.mark.long(2)
+@pytest.mark.long(11)
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
 @pytest.mark.parametrize(("rows", "width", "depth"), [(1, 48, 320), (9, 33, 64), (64, 2150, 64)])
 @BITS

@@ -66,7 +66,7 @@ def are_near(found: mx.array, right: mx.array, most: float) -> bool:
     return bool((away <= most * mx.linalg.norm(right.astype(mx.float32))).item())
 
 
-@pytest.mark.long(9)
+@pytest.mark.long(19)
 @pytest.mark.parametrize(("sequences", "tried"), [(1, False), (3, False), (2, True)])
 def test_a_models_layers_are_one_kernel_each_and_its_logits_and_pages_stay_near(
     sequences: int, tried: bool, monkeypatch: pytest.MonkeyPatch
@@ -119,7 +119,7 @@ def by_steps(x: mx.array, weights: Any, step: StepPages, group: int, monkeypatch
     return whole_layer_check._layer_by_steps(x, weights, step)
 
 
-@pytest.mark.long(9)
+@pytest.mark.long(6)
 @pytest.mark.parametrize(
     ("lengths", "group", "policy", "hidden"),
     [
@@ -145,7 +145,7 @@ def test_a_layer_is_near_the_steps_alone_for_each_size_of_groups_and_format_of_p
         assert mx.mean(copied != step.pages).item() < 1e-3
 
 
-@pytest.mark.long(9)
+@pytest.mark.long(5)
 def test_a_row_has_the_same_bits_beside_any_others_and_in_blocks_of_any_number() -> None:
     lengths = [1 + 37 * row for row in range(MAX_ROWS)]
     x, weights, step = layer(lengths, mx.float16)
@@ -190,7 +190,7 @@ def test_rows_sizes_and_pages_that_do_not_fit_are_refused() -> None:
     assert why_not(replace(sizes, hidden=16_384), 8, pages, mx.bfloat16)
 
 
-@pytest.mark.long(9)
+@pytest.mark.long(5)
 def test_passes_that_share_a_graph_and_windows_are_not_computed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     def pages_of(**how: Any) -> list[Any]:
         batch = batch_over_pages(model_of(True), 1, monkeypatch)
