@@ -304,6 +304,9 @@ class Publications:
             await asyncio.wait({asyncio.wrap_future(asked)})
         finally:
             copies.held.give_back(self._key.namespace, copies.piece_bytes)
+        # A newer memory may be on its way since: it would wait for this one, which waits for all before it.
+        if not self._may_retry(publication):
+            return False
         await asyncio.wait({self.publish(memory, asked)})
         return self._may_retry(publication)
 

@@ -1,6 +1,7 @@
 """Publications against a store that loses answers, is late, or talks nonsense: no version is lost, none is overrun."""
 
 import asyncio
+from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,6 +22,7 @@ from tests.inference.memory.publication_world import (
     KEY,
     OTHERS,
     House,
+    Pinned,
     remembered,
     run,
     taken,
@@ -420,5 +422,27 @@ def test_what_the_store_refuses_for_good_is_not_tried_again(monkeypatch: pytest.
         assert (await house.publish(memory)).state is SnapshotState.FAILED
         await asyncio.sleep(0.05)
         assert len(house.store.refusals) == 1
+
+    run(scenario)
+
+
+def test_a_memory_whose_copy_for_another_try_is_late_waits_for_none_that_waits_for_it() -> None:
+    async def scenario() -> None:
+        house, first, second = House(timeout_s=0.05), remembered("one", NO_HEAD), remembered("one two", NO_HEAD)
+        publications_, late, next_turns = house.line.publications, Future[Any](), Future[Any]()
+        house.engine.hot, house.engine.pin = SimpleNamespace(tag=first), lambda *_which: late
+        house.store.up.clear()
+        assert (await house.publish(first)).state is SnapshotState.FAILED
+        house.store.up.set()
+        again = asyncio.create_task(publications_.publish_owed(first))
+        await asyncio.sleep(0.01)
+        house.engine.hot = SimpleNamespace(tag=second)
+        publishing = publications_.publish(second, next_turns, first)
+        await asyncio.sleep(0.01)
+        late.set_result(Pinned(taken(first)))
+        await asyncio.sleep(0.01)
+        next_turns.set_result(Pinned(taken(second)))
+        assert (await publishing).state is SnapshotState.COMMITTED
+        assert not await again
 
     run(scenario)
