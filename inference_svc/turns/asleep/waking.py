@@ -118,6 +118,9 @@ class WakingAhead:
         except NotFound:
             self._parts.woken.returns.forget(key)
             return
+        except KvasirError:  # of one namespace: the others' agents are woken all the same
+            self._look_later(key, _MINUTES_FULL)
+            return
         is_ours = self._parts.woken.returns.is_last(key, agent.request_id)
         if not agent.is_asleep or agent.kv_identity_hash != model.kv_identity_hash or not is_ours:
             self._look_later(key)

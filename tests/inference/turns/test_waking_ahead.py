@@ -33,7 +33,7 @@ class Around:
         self.now_s, self.clock_s, self.may_begin = NINE_S + 10 * SECONDS_OF_DAY - 1000, 0.0, True
         self.hot = dict[AgentKey, int]()
         self.listed: ListedAgent | KvasirError = listed()
-        self.looked_up, self.made = 0, list[Work]()
+        self.looked_up, self.refusals, self.made = 0, 0, list[Work]()
         self.failure: KvasirError | None = None
         self.woken, self.stats = WokenAgents(Returns(), lambda: self.now_s), ServiceStats(0.0)
         for day in range(10):
@@ -45,7 +45,8 @@ class Around:
         self.connection = SimpleNamespace(features={"handed"})
         store: Any = SimpleNamespace(agents=SimpleNamespace(listed=self._listed), connection=self.connection)
         turns: Any = self
-        parts = WakingParts(turns, engine, {"default": store}, self.woken, self.stats, lambda: self.clock_s)
+        self.stores = {"default": store}
+        parts = WakingParts(turns, engine, self.stores, self.woken, self.stats, lambda: self.clock_s)
         self.waking = WakingAhead(parts, Allowance(share, memory_bytes, self.now_s), state_dir)
 
     async def _listed(self, _agent_id: str) -> ListedAgent:
@@ -53,6 +54,10 @@ class Around:
         if isinstance(self.listed, KvasirError):
             raise self.listed
         return self.listed
+
+    async def refused(self, _agent_id: str) -> ListedAgent:
+        self.refusals += 1
+        raise FailedPrecondition("no key", reason="NAMESPACE_SEALED")
 
     async def make(self, key: AgentKey, work: Work) -> None:
         self.made.append(work)
@@ -147,6 +152,19 @@ def test_an_agent_that_is_deleted_is_forgotten(around: Around) -> None:
     around.listed = NotFound("no such agent", reason="AGENT_NOT_FOUND")
     assert around.look() == []
     assert around.woken.returns.last_s(ADA) is None
+
+
+def test_a_namespace_whose_store_refuses_keeps_no_others_agents_asleep(around: Around) -> None:
+    eve = AgentKey("sealed", "eve")
+    for day in range(10):
+        around.woken.returns.came(eve, NINE_S + day * SECONDS_OF_DAY + day % 2)
+    around.stores["sealed"] = SimpleNamespace(agents=SimpleNamespace(listed=around.refused))
+    assert around.woken.returns.expected(around.now_s) == [eve, ADA]
+    assert around.look() == [Work.WAKE]
+    assert around.look(50) == []
+    assert around.refusals == 1, "it is looked at again after a while"
+    around.look(50)
+    assert around.refusals == 2
 
 
 @pytest.mark.parametrize(("share", "memory_bytes"), [(0.0, 10_000), (0.1, 2000)])
