@@ -58,10 +58,12 @@ class TurnService:
         self._running: dict[asyncio.Task[None], Progress] = {}
         self._counting = SharedRoom(1)
 
-    def begin(self, request: TurnRequest) -> Choices:
-        """Start a turn for each choice. Raises ResourceExhausted when too many wait or run."""
+    def begin(self, request: TurnRequest, *, is_own: bool = False) -> Choices:
+        """Start a turn for each choice. Raises ResourceExhausted when too many wait or run. `is_own`: the engine's own,
+        which a caller's turn ends: that one is not refused for it.
+        """
         outbox = self._parts.outbox(request.choices)
-        return Choices(request, outbox, lambda choice: self._begin(choice, outbox))
+        return Choices(request, outbox, lambda choice: self._begin(choice, outbox, is_own=is_own))
 
     def take_over(self, request: TurnRequest, taken: Mapping[int, TakenTurn]) -> Choices:
         """Go on with choices that another engine began: each waits for `own` once it is ready. Raises as `begin`."""
@@ -80,11 +82,13 @@ class TurnService:
                 requests.setdefault(turn.outbox, []).append(turn)
         return [turns for turns in requests.values() if not all(turn.phase.has_ended for turn in turns)]
 
-    def _begin(self, request: TurnRequest, outbox: Outbox, taken: TakenTurn | None = None) -> Progress:
+    def _begin(
+        self, request: TurnRequest, outbox: Outbox, taken: TakenTurn | None = None, *, is_own: bool = False
+    ) -> Progress:
         place = contextlib.ExitStack()
-        place.enter_context(
-            self._parts.admission.turn(request.namespace, request.origin.caller, request.origin.size_bytes)
-        )
+        if not is_own:
+            origin = request.origin
+            place.enter_context(self._parts.admission.turn(request.namespace, origin.caller, origin.size_bytes))
         times = TurnTiming(self._parts.clock())
         if taken is not None:
             times.arrived -= taken.begun.age_s

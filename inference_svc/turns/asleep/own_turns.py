@@ -40,7 +40,8 @@ class OwnTurns:
                 clamps_max_tokens=False,
                 pace=Pace(Priority.BACKGROUND),
                 work=work,
-            )
+            ),
+            is_own=True,
         )
         reading = asyncio.create_task(_read(running))
         try:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from inference_svc.turns.asleep import idle_agents as module
 from inference_svc.turns.asleep.idle_agents import IdleAgents, may_sleep
 from inference_svc.turns.asleep.own_turns import OwnTurns
 from inference_svc.turns.turn_data import Work
+from tests.inference.turns.test_replanning import SETTINGS, Surroundings, request, service
 
 NOW_MS = 1_800_000_000_000
 DAY_S = 86_400.0
@@ -76,7 +78,8 @@ class Turns:
         names = [*self.begun[-1:], *[self._caller] * self.callers]
         return [[SimpleNamespace(request=SimpleNamespace(key=AgentKey("default", name)))] for name in names]
 
-    def begin(self, request: Any) -> Any:
+    def begin(self, request: Any, *, is_own: bool) -> Any:
+        assert is_own
         self.begun.append(request.agent_id)
         over = asyncio.Event()
         return SimpleNamespace(events=lambda: self._events(over), cancel=over.set)
@@ -166,3 +169,16 @@ def test_agents_fall_asleep_after_an_error_that_nobody_expected(monkeypatch: pyt
         running.cancel()
 
     asyncio.run(asyncio.wait_for(until_one_was_tried(), 20))
+
+
+def test_the_engines_own_turns_take_no_callers_place() -> None:
+    async def begin_all() -> None:
+        turns = service(Surroundings([], losses=0))
+        own = asyncio.create_task(OwnTurns(turns, lambda _: False).make(AgentKey("default", "ada"), Work.SLEEP))
+        await asyncio.sleep(0)
+        assert not turns.is_idle
+        for number in range(SETTINGS.admission.max_turns_per_caller):
+            turns.begin(replace(request(None), agent_id=f"{number}"))
+        own.cancel()
+
+    asyncio.run(begin_all())
