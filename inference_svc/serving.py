@@ -251,6 +251,7 @@ def _kv_budget(settings: EngineSettings, parts: Parts) -> KvBudget:
     """Raises NoRoom, for memory that is not there is missed only when agents fill it; ClaimsUnusable."""
     claims = claims_of_device()
     parts.callback(claims.close)
+    parts.running(claims.keep())
     given = None if settings.memory_gib is None else int(settings.memory_gib * GIB)
     weights = weights_on_disk(settings.models.values())
     return KvBudget(claims, total_bytes(settings.device_gib), given, weights)

@@ -1,5 +1,6 @@
 """The claims of this user's engines to a device's memory, so that two together do not take more than it has."""
 
+import asyncio
 import contextlib
 import fcntl
 import os
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvasir.errors import FailedPrecondition
+from kvasir.waits import WORK_S
 
 _LOCK = "lock"
 _MAX_BYTES = 32
@@ -35,7 +37,7 @@ class Claims:
             text = f"claims to memory cannot be written: {error}; TMPDIR names another directory"
             raise ClaimsUnusable(text, reason="NO_CLAIMS") from None
 
-    def _begin(self) -> None:
+    def _begin(self, claimed: bytes = b"") -> None:
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = self._directory.lstat()  # once: whoever owns the entry could change it between two questions
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
@@ -44,11 +46,29 @@ class Claims:
             descriptor, name = tempfile.mkstemp(dir=self._directory)
             self._file, self._path = descriptor, Path(name)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
+            os.pwrite(descriptor, claimed, 0)
+
+    async def keep(self) -> None:
+        """Until it is cancelled: systems remove temporary files that nobody touched for days."""
+        while True:
+            await asyncio.sleep(WORK_S)
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(self._touch)
+
+    def _touch(self) -> None:
+        """Make the file again, too, if it was removed: a machine sleeps for days."""
+        if self._path.exists():
+            os.utime(self._file)
+            return
+        before = self._file
+        self._begin(os.pread(before, _MAX_BYTES, 0))
+        os.close(before)
 
     def claim(self, decide: Callable[[int], int]) -> int:
         """Claim the bytes that `decide` makes of those that others claim, while nobody else decides. An error of
         its leaves the claim as it was.
         """
+        self._touch()
         with self._locked():
             size_bytes = decide(self._of_others())
             os.ftruncate(self._file, 0)

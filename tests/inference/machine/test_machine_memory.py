@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import fcntl
+import os
 import subprocess
 import sys
 from collections.abc import Collection
@@ -95,6 +96,34 @@ def test_engines_on_two_cards_of_a_host_and_one_in_its_ram_claim_each_its_own_de
         assert [engine.of_others() for engine in engines] == [0, 0, 0]
         beside = [ends.enter_context(closing(engine_on(facts))) for facts in devices]
         assert [engine.of_others() for engine in beside] == [GIB, 2 * GIB, 3 * GIB]
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_claim_outlives_the_removal_of_old_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_removed: bool
+) -> None:
+    monkeypatch.setattr("inference_svc.machine.claims.WORK_S", 0.01)
+
+    async def keep_for_a_while(claims: Claims) -> None:
+        keeping = asyncio.create_task(claims.keep())
+        await asyncio.sleep(0.5)
+        keeping.cancel()
+
+    directory = tmp_path / "claims"
+    with closing(Claims(directory)) as mine:
+        mine.claim(lambda _: 5)
+        for file in directory.iterdir():
+            os.utime(file, (0, 0))
+            if is_removed:  # as a machine wakes that slept for days
+                file.unlink()
+        if is_removed:
+            directory.rmdir()
+        asyncio.run(keep_for_a_while(mine))
+        with closing(Claims(directory)) as other:
+            assert other.of_others() == 5
+            assert mine._path.stat().st_mtime > 0
+    with closing(Claims(directory)) as other:
+        assert other.of_others() == 0
 
 
 def test_weights_of_a_model_that_is_swapped_in_are_claimed_before_they_are_loaded(tmp_path: Path) -> None:
