@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from kvasir import errors
 from kvasir.server.shared_room import SharedRoom
+from kvasir.waits import LOOK_S
 
 from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.progress import Outbox, Progress, TakenTurn, TurnTiming
@@ -133,19 +134,20 @@ class TurnService:
 
     async def stop(self, namespace: str, request_id: str) -> dict[int, TurnFinished]:
         """End a request's turns; by choice, how they ended. Raises NotFound if none is under way."""
-        named = {
-            task: turn
-            for task, turn in self._running.items()
+        named = [
+            turn
+            for turn in self._running.values()
             if (turn.request.namespace, turn.request.request_id) == (namespace, request_id) and not turn.phase.has_ended
-        }
+        ]
         if not named:
             raise errors.NotFound.of(
                 "request_id", f"no turn of {request_id!r} is under way", reason="TURN_NOT_FOUND", request_id=request_id
             )
-        for turn in named.values():
+        for turn in named:
             turn.stop()
-        await asyncio.wait(named)
-        ends = {turn.request.choice: turn.finished for turn in named.values()}
+        while not all(turn.phase.has_ended for turn in named):  # noqa: ASYNC110  a task may go on behind its turn's end
+            await asyncio.sleep(LOOK_S)
+        ends = {turn.request.choice: turn.finished for turn in named}
         return {choice: end for choice, end in ends.items() if end is not None}
 
     async def count_tokens(self, request: TurnRequest) -> int:
