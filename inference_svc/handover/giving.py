@@ -299,6 +299,8 @@ class _HandOver:
     async def commit(self, link: PeerLink, promise: Promise) -> None:
         """The last word. From here on the turns are not this engine's, even if the link breaks."""
         peer, end = self.given.peer, None
+        for turn in self.turns:  # a cancel would end them here, and they would go on there
+            turn.phase = TurnPhase.ENDING
         try:
             async with _within(ANSWER_S, "the other engine"):
                 await link.commit()

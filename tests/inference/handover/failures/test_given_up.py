@@ -101,6 +101,10 @@ class StillLink:
 
     async def commit(self) -> None:
         self.commits += 1
+        await self.while_committing()
+
+    async def while_committing(self) -> None:
+        pass
 
 
 def giver_over(served: ServedModel, link: StillLink, lines: Any = None) -> TurnGiver:
@@ -211,6 +215,26 @@ def test_a_cancel_while_the_lease_goes_back_ends_the_turn_here(tmp_path: Path) -
             await giver_over(served, link, {"default": lines}).give([turn], "b")
         assert (link.commits, turn.phase is TurnPhase.MOVED) == (0, False)
 
+    run(tmp_path, work)
+
+
+@pytest.mark.parametrize("stop", [Progress.stop, Progress.cancel])
+def test_a_cancel_while_the_last_word_is_on_its_way_ends_no_turn_that_goes_on_there(
+    tmp_path: Path, stop: Callable[[Progress], None]
+) -> None:
+    class Slow(StillLink):
+        async def while_committing(self) -> None:
+            stop(turn)
+            await asyncio.sleep(0.3)  # the engine ends a turn within some milliseconds
+
+    async def work(served: ServedModel) -> None:
+        nonlocal turn
+        turn, link = await speaking_one(served, "ada"), Slow()
+        link.may_answer.set()
+        await giver_over(served, link).give([turn], "b")
+        assert (turn.phase, turn.finished, turn.error) == (TurnPhase.MOVED, None, None)
+
+    turn: Any = None
     run(tmp_path, work)
 
 
