@@ -278,8 +278,11 @@ class Progress:
         self._stop(Stop(why or errors.Cancelled("the turn was cancelled")))
 
     def stop(self) -> None:
-        """The same for another call than the reader's: the reader gets the turn's last message. Idempotent."""
-        self._stop(Stop(None))
+        """The same for another call than the reader's: the reader of a reply gets its last message. Idempotent."""
+        if self.request.is_warming:  # it has no such message
+            self.cancel()
+        else:
+            self._stop(Stop(None))
 
     def _stop(self, why: Stop) -> None:
         if self.is_cancelled or self.phase.is_ending:

@@ -1,5 +1,6 @@
 """Where a turn goes on: at the end, at an earlier point, beside the agent's line, or in its place; and how it ends."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ import grpc
 import pytest
 from kvasir import errors
 from kvasir.cachestore.v1 import cachestore_pb2
+from kvasir.call_context import name_call
 from kvasir.clients import InferenceClient, Reply
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.status import from_rpc_error
@@ -219,6 +221,33 @@ def test_a_turn_that_waits_is_cancelled_before_it_began(client: InferenceClient,
     assert [each.WhichOneof("event") for each in told] == ["finished"]
     assert told[0].finished.reason == pb.FINISH_REASON_CANCELLED
     assert told[0].finished.snapshot.state == pb.SNAPSHOT_STATE_NONE
+
+
+def test_a_warm_whose_call_is_cancelled_by_its_name_ends_as_cancelled(
+    client: InferenceClient, new_agent: Callable[[], str]
+) -> None:
+    agent, ended = new_agent(), list[errors.KvasirError | pb.WarmResponse]()
+    first = client.generate(agent_id=agent, append_messages=user("A story."), sampling=LONG)
+    while next(first).WhichOneof("event") != "delta":
+        pass
+
+    def warms() -> None:  # once the turn before it has ended
+        name_call("warms")
+        try:
+            ended.append(client.warm(agent_id=agent))
+        except errors.KvasirError as error:
+            ended.append(error)
+
+    warming = threading.Thread(target=warms)
+    warming.start()
+    for _ in range(500):
+        with contextlib.suppress(errors.NotFound):
+            assert client.cancel_turn("warms", timeout_s=20) == []
+            break
+        time.sleep(0.01)
+    warming.join(20)
+    first.close()
+    assert [type(each) for each in ended] == [errors.Cancelled]
 
 
 # --- one address ---
