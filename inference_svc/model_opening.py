@@ -75,8 +75,9 @@ async def open_served(
     woken = WokenAgents(Returns(_least_gap_s(settings)), lambda: now_ms() / 1e3)
     on_deleted, limits = woken.returns.forget, settings.publishing
     line_parts = LineParts(engine, copies, limits, stats, owner, clock, uptime_s, now_ms, on_deleted)
-    lines = {namespace: Lines(namespace, store, line_parts) for namespace, store in stores.items()}
     costs_file = await asyncio.to_thread(_known_costs, engine, shared)
+    # Nothing is awaited from here on: stores that come later get lines by `ServedModel.add_store`.
+    lines = {namespace: Lines(namespace, store, line_parts) for namespace, store in stores.items()}
     parts = EngineParts(
         engine,
         prompting,

@@ -1,10 +1,12 @@
 """The engine's own tokens at its store: nothing goes through before the store has said whose namespace each is."""
 
+import contextlib
 import os
 import secrets
 import signal
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -153,6 +155,27 @@ def test_a_token_that_the_store_does_not_know_is_told_once_and_is_not_waited_for
     said = [line for line in guarded.house.engine.log[before:].splitlines() if "not_used" in line]
     assert [sum(str(file) in line for line in said) for file in wrong] == [1, 1, 1]
     assert len(said) == 3
+
+
+@pytest.mark.long(3)
+def test_a_namespace_that_comes_while_a_model_is_loaded_has_its_store_under_that_model(guarded: Guarded) -> None:
+    costs = guarded.house.root / "state" / "restore-costs.json"  # the last that a model's parts wait for
+    with guarded.house.client() as owner, ThreadPoolExecutor() as pool:
+        [model] = owner.list_models()
+        owner.unload_model()
+        costs.unlink(missing_ok=True)
+        os.mkfifo(costs, 0o600)
+        loading, writing = pool.submit(owner.load_model, model.name), None
+        while writing is None and not loading.done():
+            with contextlib.suppress(OSError):  # until it is read
+                writing = os.open(costs, os.O_WRONLY | os.O_NONBLOCK)
+            time.sleep(0.01)
+        assert writing is not None
+        guarded.give("late")
+        guarded.reload()
+        os.close(writing)
+        loading.result(60)
+    guarded.until_it_commits("late")
 
 
 def test_tokens_of_no_store_are_refused() -> None:
