@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 from kvasir.errors import InvalidArgument, NotFound, Unavailable
 from kvasir.names import check_request_id
@@ -20,7 +21,7 @@ from smg_grpc_proto.generated import common_pb2
 from inference_svc.edge.neighbour import mlx_engine_messages as messages
 from inference_svc.edge.service import CALLERS, check_serves, new_request_id, new_seed
 from inference_svc.edge.telling import send
-from inference_svc.engine.engine import check_fits
+from inference_svc.engine.engine import Engine, check_fits
 from inference_svc.memory.token_lines import TokenLines
 from inference_svc.model.model_host import ModelHost
 from inference_svc.served_model import ServedModel
@@ -52,7 +53,7 @@ class MlxEngineService(mlx_engine_pb2_grpc.MlxEngineServicer):  # type: ignore[m
         self._is_stopping = is_stopping
         self._clock = clock
         self._began_s = clock()
-        self._archive: tuple[ServedModel, bytes] | None = None
+        self._archive: tuple[ref[Engine], bytes] | None = None  # a model that is unloaded goes all the same
         self._archiving = asyncio.Lock()
 
     async def Generate(self, request: mlx.GenerateRequest, context: Any) -> None:
@@ -128,15 +129,18 @@ class MlxEngineService(mlx_engine_pb2_grpc.MlxEngineServicer):  # type: ignore[m
         return mlx.GetServerInfoResponse(server_type="kvasir", active_requests=len(turns), uptime_seconds=uptime_s)
 
     async def GetTokenizer(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        served = await self._host.awake("")
-        async with self._archiving:  # one at a time, and kept: callers want the same
-            if self._archive is None or self._archive[0] is not served:
-                self._archive = served, await asyncio.to_thread(tokenizer_archive, served.engine.directory)
-            data = self._archive[1]
+        data = await self._tokenizer()
         for begin in range(0, len(data), _PIECE_BYTES):
             piece, is_last = data[begin : begin + _PIECE_BYTES], begin + _PIECE_BYTES >= len(data)
             sha256 = hashlib.sha256(data).hexdigest() if is_last else ""
             yield common_pb2.GetTokenizerChunk(data=piece, sha256=sha256)
+
+    async def _tokenizer(self) -> bytes:
+        engine = (await self._host.awake("")).engine
+        async with self._archiving:  # one at a time, and kept: callers want the same
+            if self._archive is None or self._archive[0]() is not engine:
+                self._archive = ref(engine), await asyncio.to_thread(tokenizer_archive, engine.directory)
+            return self._archive[1]
 
     async def _prompt(self, request: mlx.GenerateRequest, served: ServedModel, namespace: str) -> TokenIds:
         kind, engine = request.WhichOneof("input"), served.engine

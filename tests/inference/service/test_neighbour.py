@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import re
 import secrets
 import zipfile
 from collections.abc import Iterator
@@ -229,3 +230,13 @@ def refusal(call: Any) -> Any:
     with pytest.raises(grpc.RpcError) as caught:
         call()
     return caught.value
+
+
+def test_a_model_whose_tokenizer_was_fetched_leaves_nothing_when_it_goes(neighbour: House, stub: Any) -> None:
+    assert list(stub.GetTokenizer(common_pb2.GetTokenizerRequest()))
+    with neighbour.client() as client:
+        [model] = client.list_models()
+        client.unload_model(drop_unstored=True)
+        left_bytes = int(re.findall(r"left_bytes\W+(\d+)", neighbour.engine.log)[-1])
+        client.load_model(model.name)
+    assert left_bytes < 1 << 16, "of weights and pages"
