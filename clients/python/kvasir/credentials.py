@@ -1,8 +1,10 @@
 """Credentials: names, namespaces and roles of callers, in one file (TOML, 0600) of tokens' hashes, never of tokens."""
 
+import errno
 import hmac
 import os
 import stat
+import tempfile
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -170,25 +172,54 @@ def check_own_directory(path: Path) -> None:
 
 
 def write_private_text(path: Path, text: str) -> None:
-    """Create a file of its owner's alone, its directory too if that is new. On return it survives a loss of power."""
-    named_in = [path.parent, *(each.parent for each in path.parents if not each.exists())]
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        sync(file.fileno())
+    """Create a file of its owner's alone, its directory too if that is new. It gets its name with all of its text: a
+    kill leaves no key of half its digits. On return it survives a loss of power. Raises FileExistsError."""
+    named_in = _make_directory(path)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:64]}.", suffix=".new")
+    new = Path(name)
+    try:
+        _write(descriptor, text)
+        _give_name(new, path)
+    finally:
+        new.unlink(missing_ok=True)
     for directory in named_in:
         sync_directory(directory)
 
 
 def replace_private_text(path: Path, text: str) -> None:
     """As write_private_text, in the place of what is there: a reader sees the one or the other."""
-    new = path.with_name(path.name + ".new")
+    named_in, new = _make_directory(path), path.with_name(path.name + ".new")
     new.unlink(missing_ok=True)
-    write_private_text(new, text)
+    _write(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600), text)
     new.replace(path)
-    sync_directory(path.parent)
+    for directory in named_in:
+        sync_directory(directory)
+
+
+def _make_directory(path: Path) -> list[Path]:
+    """Make a file's directory, if it is new; returns the directories in which something gets a name."""
+    named_in = [path.parent, *(each.parent for each in path.parents if not each.exists())]
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return named_in
+
+
+def _write(descriptor: int, text: str) -> None:
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        sync(file.fileno())
+
+
+def _give_name(new: Path, path: Path) -> None:
+    """Raises FileExistsError where something has the name already."""
+    try:
+        os.link(new, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links, as a stick's
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        new.rename(path)
 
 
 def read_private_text(path: Path) -> str:

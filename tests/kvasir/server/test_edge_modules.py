@@ -1,7 +1,11 @@
 """What both services share at the edge, without a network: names, credentials, addresses."""
 
+import errno
 import os
+import signal
 import stat
+import subprocess
+import sys
 import unicodedata
 from pathlib import Path
 
@@ -185,6 +189,38 @@ def test_a_private_file_and_its_new_directories_survive_a_loss_of_power(
     write_private_text(path, "secret")
     wanted = [path, path.parent, path.parent.parent, tmp_path]
     assert synced == [each.stat().st_ino for each in wanted]
+
+
+def test_a_kill_while_a_private_file_is_made_leaves_no_half_of_it(tmp_path: Path) -> None:
+    """A key of half its digits would end every later start."""
+    path = tmp_path / "seal.key"
+    program = (
+        "import os, signal, sys; from pathlib import Path; from kvasir.credentials import write_private_text; "
+        "os.fdopen = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL); "
+        "write_private_text(Path(sys.argv[1]), 'secret')"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, str(path)], check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert not path.exists()
+    write_private_text(path, "secret")
+    assert (path.read_text(), stat.S_IMODE(path.stat().st_mode), path.stat().st_nlink) == ("secret", 0o600, 1)
+
+
+def test_a_private_file_replaces_nothing_also_where_there_are_no_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "links are not supported")
+
+    monkeypatch.setattr(os, "link", no_links)
+    write_private_text(tmp_path / "key", "first")
+    for name in ("key", "link"):
+        if name == "link":
+            (tmp_path / name).symlink_to(tmp_path / "nowhere")
+        with pytest.raises(FileExistsError):
+            write_private_text(tmp_path / name, "second")
+    assert (tmp_path / "key").read_text() == "first"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["key", "link"]
 
 
 def test_no_credentials_know_nobody() -> None:
