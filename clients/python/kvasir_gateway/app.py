@@ -181,7 +181,9 @@ class Gateway:
             return ()
         if previous not in said:
             raise openai_responses.lost(str(asked.previous_response_id))
-        return said[previous][1:] if previous.had_instructions else said[previous]
+        # Instructions that an agent remembers already are not appended: then its memory begins with something else.
+        has_them = previous.had_instructions and said[previous][0].role == "system"
+        return said[previous][1:] if has_them else said[previous]
 
     async def _messages(self, call: Call) -> Answer:
         asked = await self._body(call, anthropic_messages.MessagesRequest)

@@ -210,6 +210,18 @@ def test_append_takes_only_what_follows_the_last_reply(front: Front, openai: Any
             talk(*refused)
 
 
+def test_a_response_behind_an_append_with_instructions_loses_no_message(front: Front) -> None:
+    """The agent remembers other instructions, or none: its first message is no system's."""
+    name = {"x-agent-id": "appended/with instructions"}
+    ask(front.openai(**name), [{"role": "user", "content": "My name is Anna."}])
+    appended = front.openai(**name, **{"x-agent-memory": "append"})
+    response = appended.responses.create(model=MODEL, instructions="Be brief.", input="Hello?", max_output_tokens=16)
+    gone_on = front.openai().responses.create(
+        model=MODEL, input="What is my name?", previous_response_id=response.id, max_output_tokens=16
+    )
+    assert "Anna" in gone_on.output_text
+
+
 def test_append_gives_a_new_agent_all_messages_and_an_old_one_the_newest_without_a_store(front: Front) -> None:
     """Only the engine knows what is remembered in RAM alone."""
     client = front.openai("hot", **{"x-agent-id": "in RAM", "x-agent-memory": "append"})
