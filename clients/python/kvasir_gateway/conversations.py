@@ -88,14 +88,12 @@ class Conversations:
         new_name: Callable[[], str],
         now: Callable[[], datetime],
         max_kept: int = 1000,
-        expiry: timedelta = timedelta(days=7),
     ) -> None:
-        """`key`: 32 bytes. `max_kept`, `expiry`: anonymous agents of a namespace beyond these are deleted."""
+        """`key`: 32 bytes. `max_kept`: anonymous agents of a namespace beyond these are deleted."""
         self._key = key
         self._new_name = new_name
         self._now = now
         self._max_kept = max_kept
-        self._expiry = expiry
         # By namespace and digest the agent and its version, and by agent the digest of its newest answer.
         self._answers: dict[tuple[str, str], tuple[str, int]] = {}
         self._newest: dict[tuple[str, str], str] = {}
@@ -256,18 +254,22 @@ class Conversations:
             yield hashed.hexdigest(6)
 
     async def tidy(self, namespace: str, records: AgentRecords, every: timedelta = timedelta(minutes=10)) -> int:
-        """Delete what is expired or too much, now and then; returns the number of agents deleted."""
+        """Now and then delete what is too much, and let the others expire; returns the number of agents deleted."""
         now = self._now()
-        if now - self._tidied.get(namespace, datetime.min.replace(tzinfo=UTC)) < every:
+        if timedelta() <= now - self._tidied.get(namespace, datetime.min.replace(tzinfo=UTC)) < every:
             return 0
         self._tidied[namespace] = now
         deleted = 0
         for place, agent in enumerate(await records.kept(PREFIX)):
-            is_gone = place >= self._max_kept or now - agent.used_at > self._expiry
-            if is_gone and (namespace, agent.agent_id) not in self._busy:
-                with contextlib.suppress(KvasirError):  # a pinned one stays, and keeps no other
-                    await records.delete(agent.agent_id)
+            if (namespace, agent.agent_id) in self._busy:
+                continue
+            with contextlib.suppress(KvasirError):  # a pinned one stays, and keeps no other
+                if place >= self._max_kept:
+                    # By its version: since the list was read it may have had a turn.
+                    await records.delete(agent.agent_id, only_version=agent.version)
                     deleted += 1
+                elif not agent.expires:
+                    await records.let_expire(agent.agent_id)
         return deleted
 
     async def _summarized(self, namespace: str, chain: Chain, messages: Sequence[Said], records: AgentRecords) -> str:

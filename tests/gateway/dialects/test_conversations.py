@@ -38,6 +38,8 @@ class Records:
         self.pinned: set[str] = set()
         self.openings: dict[str, str] = {}
         self.summaries: dict[str, str] = {}
+        self.expiring: set[str] = set()
+        self.versions: dict[str, int] = {}
         self.is_down = False
 
     async def kept(self, name_prefix: str, opening: str = "") -> list[Kept]:
@@ -45,7 +47,11 @@ class Records:
             raise Unavailable("down")
         names = [name for name in self.remembered if name.startswith(name_prefix)]
         found = [
-            Kept(name, self.used.get(name, START), False, self.openings.get(name, ""), self.summaries.get(name, ""))
+            Kept(
+                *(name, self.used.get(name, START), False, self.openings.get(name, ""), self.summaries.get(name, "")),
+                expires=name in self.expiring,
+                version=self.versions.get(name, 1),
+            )
             for name in names
             if not opening or self.openings.get(name) == opening
         ]
@@ -59,6 +65,9 @@ class Records:
         self.summaries[agent_id] = summary
         if opening:
             self.openings[agent_id] = opening
+
+    async def let_expire(self, agent_id: str) -> None:
+        self.expiring.add(agent_id)
 
     async def messages(self, agent_id: str) -> Sequence[Said]:
         return self.remembered.get(agent_id, ())
@@ -79,7 +88,8 @@ class Records:
             await asyncio.sleep(0.01)
         if agent_id in self.pinned:
             raise FailedPrecondition("pinned")
-        del self.remembered[agent_id]
+        if only_version in (None, self.versions.get(agent_id, 1)):
+            del self.remembered[agent_id]
 
 
 def conversations(now: Callable[[], datetime] = lambda: START, max_kept: int = 1000) -> Conversations:
@@ -383,24 +393,50 @@ def test_a_store_that_is_down_costs_a_memory_and_not_the_turn() -> None:
     assert Talk(conversations(), records).turn(user("Hello"), reply("Hi"), user("more")).startswith(PREFIX)
 
 
-def test_what_is_expired_or_too_much_is_deleted_and_nothing_that_is_used() -> None:
+def _many(count: int) -> Records:
     records = Records()
-    now = [START]
-    known = conversations(lambda: now[0], max_kept=3)
-    for number in range(6):
+    for number in range(count):
         records.remembered[f"{PREFIX}a/{number}"] = ()
         records.used[f"{PREFIX}a/{number}"] = START + timedelta(hours=number)
     records.remembered["ada"] = ()
+    return records
+
+
+def test_what_is_too_much_is_deleted_and_nothing_that_is_used() -> None:
+    records, now = _many(6), [START]
+    known = conversations(lambda: now[0], max_kept=3)
     records.pinned.add(f"{PREFIX}a/1")
     now[0] += timedelta(hours=6)
     assert asyncio.run(known.tidy("n", records)) == 2
     records.pinned.clear()
-    del records.remembered[f"{PREFIX}a/1"]
     assert asyncio.run(known.tidy("n", records)) == 0  # now and then, not each time
+    now[0] -= timedelta(days=400)  # a clock that was set back makes nobody wait for it
+    assert asyncio.run(known.tidy("n", records)) == 1
     assert sorted(records.remembered) == ["ada", f"{PREFIX}a/3", f"{PREFIX}a/4", f"{PREFIX}a/5"]
-    now[0] += timedelta(days=7)
-    assert asyncio.run(known.tidy("n", records)) == 3
-    assert list(records.remembered) == ["ada"]
+
+
+def test_a_clock_that_is_set_forward_deletes_no_conversation() -> None:
+    """The store counts for how long each was not used, by a clock that nobody sets."""
+    records, now = _many(3), [START]
+    known = conversations(lambda: now[0])
+    now[0] += timedelta(days=400)
+    assert asyncio.run(known.tidy("n", records)) == 0
+    assert len(records.remembered) == 4
+    assert records.expiring == {f"{PREFIX}a/{number}" for number in range(3)}
+
+
+def test_a_conversation_that_had_a_turn_since_the_list_was_read_stays() -> None:
+    class Slow(Records):
+        async def kept(self, name_prefix: str, opening: str = "") -> list[Kept]:
+            found = await super().kept(name_prefix, opening)
+            self.versions[f"{PREFIX}a/0"] = 2
+            return found
+
+    records = Slow()
+    records.remembered |= _many(2).remembered
+    records.used |= _many(2).used
+    asyncio.run(conversations(max_kept=0).tidy("n", records))
+    assert sorted(records.remembered) == ["ada", f"{PREFIX}a/0"]
 
 
 def test_the_form_of_a_calls_arguments_and_its_id_do_not_matter() -> None:

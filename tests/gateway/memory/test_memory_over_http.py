@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import httpx2 as httpx
 import pytest
+from kvasir import expires_after
 from kvasir.clients import Choice, Reply
 from kvasir.credentials import write_private_text
 from kvasir.errors import Cancelled, NotFound
@@ -105,6 +106,23 @@ def test_a_conversation_goes_on_in_no_memory_that_came_as_a_copy(front: Front) -
     with running_gateway(front.house, "--credentials", credentials, name=state_dir.name) as restarted:
         del said[-2:]
         assert agent_of_next(restarted) not in (own, forged)
+
+
+def test_a_conversation_without_a_name_gets_a_week_by_the_stores_count(front: Front) -> None:
+    def asked(gateway: GatewayProcess, text: str) -> str:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 8}
+        answer = httpx.post(f"{gateway.url}/v1/chat/completions", headers=front.bearer(), json=body, timeout=60)
+        return str(answer.headers["x-agent-id"])
+
+    name, give_up = asked(front.gateway, "My name is Anna, for a week."), time.monotonic() + 20
+    credentials = str(front.house.root / "credentials.toml")
+    with running_gateway(front.house, "--credentials", credentials, name="tidying") as tidying:
+        asked(tidying, "Hello, tidying one.")
+        with front.house.store_client(front.keys["ada"]) as store:
+            while not (labels := store.get_agent(name).labels).get(expires_after.LABEL):
+                assert time.monotonic() < give_up, dict(labels)
+                time.sleep(0.05)
+            assert labels[expires_after.LABEL] == "7d"
 
 
 def test_a_system_prompts_blocks_are_shared_under_one_namespace_alone(front: Front) -> None:

@@ -20,6 +20,8 @@ class Kept:
     is_copy: bool = False  # an archive or a copy of another store's brought it
     opening: str = ""  # of a compacted conversation the newest
     summary: str = ""  # that its client was given, as `compaction.Summaries` writes it
+    expires: bool = False  # it has the label of the days that it may stay unused
+    version: int = 0  # its newest
 
 
 class Beside(Protocol):
@@ -36,6 +38,9 @@ class AgentRecords(Protocol):
 
     async def note(self, agent_id: str, *, summary: str, opening: str = "") -> None:
         """Keep the summary that its client was given; "" once it is used. `opening`: the conversation's from now on."""
+
+    async def let_expire(self, agent_id: str) -> None:
+        """From now on the store deletes it once nobody has used it for a week."""
 
     async def messages(self, agent_id: str) -> Sequence[Said]: ...
 

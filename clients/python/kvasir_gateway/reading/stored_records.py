@@ -8,6 +8,7 @@ from datetime import UTC
 from functools import partial
 from typing import Any
 
+from kvasir import expires_after
 from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.clients import AioInferenceClient
 from kvasir.errors import InvalidArgument, KvasirError, NotFound
@@ -19,6 +20,7 @@ from kvasir_gateway.turn import Place, Said, ToolUse
 # The label of an agent whose conversation was compacted: the digest of its newest opening.
 _OPENING = "conversation.opening"
 _SUMMARY = "conversation.summary"  # of one whose client has asked for a summary; `reading/compaction.py` writes it
+_UNUSED_FOR = "7d"  # by the store, which counts time that surely passed: a clock that is set deletes nothing
 _COPIED = (cachestore_pb2.ORIGIN_IMPORT, cachestore_pb2.ORIGIN_PULL)
 _AGENTS_AT_ONCE = 8  # of which one request reads the memory
 
@@ -44,6 +46,9 @@ class StoredRecords:
     async def note(self, agent_id: str, *, summary: str, opening: str = "") -> None:
         labels = {_OPENING: opening} if opening else {}
         await self._at(agent_id).update_agent(agent_id, labels=labels | {_SUMMARY: summary})
+
+    async def let_expire(self, agent_id: str) -> None:
+        await self._at(agent_id).update_agent(agent_id, labels={expires_after.LABEL: _UNUSED_FOR})
 
     async def messages(self, agent_id: str) -> Sequence[Said]:
         """What an agent remembers; nothing when that cannot be said."""
@@ -130,7 +135,8 @@ def _newest(agent: cachestore_pb2.Agent) -> int:
 def _kept(agent: cachestore_pb2.Agent) -> Kept:
     is_copy = any(line.origin in _COPIED or (line.is_brought and not line.is_text_own) for line in agent.lines)
     opening, summary = (agent.labels.get(name, "") for name in (_OPENING, _SUMMARY))
-    return Kept(agent.agent_id, agent.used_at.ToDatetime(tzinfo=UTC), is_copy, opening, summary)
+    expires, used_at = expires_after.LABEL in agent.labels, agent.used_at.ToDatetime(tzinfo=UTC)
+    return Kept(agent.agent_id, used_at, is_copy, opening, summary, expires, _newest(agent))
 
 
 def _remembered(parsed: Any) -> Sequence[Said]:
