@@ -12,7 +12,7 @@ from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.clients import StoreClient
 from kvasir.errors import FailedPrecondition, InvalidArgument, KvasirError, NotFound
 from kvasir.formats.digest import Digest
-from kvasir.store_for_mlx_lm import PromptCaches, cache_file
+from kvasir.store_for_mlx_lm import PromptCaches, cache_file, prompt_caches
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as caches
 
@@ -127,6 +127,26 @@ def test_caches_with_one_prefix_share_its_blobs(model: Any, kept: PromptCaches, 
         manifests.append(manifest_pb2.Manifest.FromString(kept._store.get_snapshot(name)[1]))
     assert len(manifests[0].blocks) == 2
     assert manifests[0].blocks == manifests[1].blocks
+
+
+def test_it_remembers_as_many_blocks_as_it_may_and_is_sent_the_rows_of_others(
+    model: Any, kept: PromptCaches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_caches, "_MOST_BLOCKS", 3)
+    caches_of = {}
+    for first in (20, 21, 22):
+        tokens = [first, *_PROMPT[1:]]
+        cache = _plain(model)
+        model(mx.array([tokens]), cache=cache)
+        caches_of[first] = tokens, _file(cache, tmp_path / f"{first}.safetensors")
+    for first, (tokens, data) in caches_of.items():
+        kept.save(f"bounded-{first}", data, tokens)
+        assert kept.stored_blocks(tokens) == 2
+        assert len(kept._blocks) <= 3
+    tokens, data = caches_of[20]
+    assert kept.stored_blocks(tokens) == 0
+    kept.save("bounded-20", data, tokens)
+    assert kept.load("bounded-20")[1] == tokens
 
 
 @pytest.mark.parametrize("make", [_plain, _rotating])

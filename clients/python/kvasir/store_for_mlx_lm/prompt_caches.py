@@ -2,7 +2,8 @@
 
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from blake3 import blake3
@@ -14,6 +15,8 @@ from kvasir.formats import manifest as manifests
 from kvasir.formats.block_hash import chain_hashes
 from kvasir.formats.digest import Digest
 from kvasir.store_for_mlx_lm.cache_file import is_trimmable, join, split
+
+_MOST_BLOCKS = 65_536  # of 16 M tokens; about 20 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,8 @@ class PromptCaches:
         # Names the weights in the store.
         self.weights_digest = blake3(b"mlx-lm prompt cache\0" + weights.encode()).hexdigest()
         self._identity_hash = ""
-        self._blocks: dict[str, Digest] = {}  # that the store has, by chain hash
+        # That the store has, by chain hash, those used last: of any other all rows are sent.
+        self._blocks: OrderedDict[str, Digest] = OrderedDict()
 
     def save(self, name: str, data: bytes, tokens: Sequence[int], *, left_out_blocks: int = 0) -> Digest:
         """Keep a file that mlx-lm's save_prompt_cache wrote, durably, as the newest version of that name; its digest.
@@ -71,7 +75,7 @@ class PromptCaches:
             self._blocks.clear()
             raise
         self._identity_hash = pieces.identity_hash
-        self._blocks |= pieces.blocks
+        self._remember(pieces.blocks)
         return digest
 
     def stored_blocks(self, tokens: Sequence[int]) -> int:
@@ -117,6 +121,13 @@ class PromptCaches:
     def remove(self, name: str) -> None:
         """Forget a cache. What no other cache shares goes after the store's grace period. Raises NotFound."""
         self._store.delete_agent(name)
+
+    def _remember(self, blocks: Mapping[str, Digest]) -> None:
+        for chain, digest in blocks.items():
+            self._blocks.pop(chain, None)
+            self._blocks[chain] = digest
+        for _ in range(len(self._blocks) - _MOST_BLOCKS):
+            self._blocks.popitem(last=False)
 
     def _version(self, name: str) -> int:
         try:
