@@ -1,6 +1,8 @@
 """The page's parts without services: the drawn tree, the ring of an hour, bars, and who is let in."""
 
 import asyncio
+import resource
+import sys
 import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from datetime import UTC, datetime, timedelta, timezone
@@ -130,6 +132,24 @@ def test_the_ring_keeps_an_hour_and_256_namespaces() -> None:
         history.note(counted(f"n{number}", cold=1))
     assert len(history._watched) == 256
     assert not any(minute.sources for minute in history.last_hour("first"))
+
+
+def test_no_tokens_of_prompts_are_kept() -> None:
+    """A caller may have them reported with each of its turns, 100,000 of them."""
+    history, tokens = History(Clock()), range(100_000)
+    before_kib = _most_kib()
+    for number in range(200):
+        parted = pb.Difference(message=1, given="a", remembered="b")
+        started = pb.Started(prompt_tokens=len(tokens), prompt_token_ids=tokens, difference=parted)
+        history.began("first", f"agent {number}", started)
+    newest = history.parted("first")[0].started
+    assert (newest.difference.given, len(newest.prompt_token_ids)) == ("a", 0)
+    assert history.turns_of("first", "agent 199")[0].parted == parted
+    assert _most_kib() - before_kib < 40_000  # all of them would be 80 MB, and 8 MB more
+
+
+def _most_kib() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (1024 if sys.platform == "darwin" else 1)
 
 
 def test_bars_stand_on_one_another_and_totals_say_the_same() -> None:

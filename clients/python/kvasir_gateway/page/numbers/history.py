@@ -133,7 +133,7 @@ class History:
 
     def began(self, namespace: str, agent_id: str, started: pb.Started) -> None:
         """Note a turn: what it reused, and where its prompt parted from its memory."""
-        at = Timestamp(seconds=int(self._now()))
+        at, started = Timestamp(seconds=int(self._now())), _small(started)
         if agent_id:
             agents = _newest_of(self._turns, namespace, OrderedDict, _MOST_NAMESPACES)
             _newest_of(agents, agent_id, lambda: deque(maxlen=_MOST_TURNS), _MOST_AGENTS).appendleft(
@@ -177,6 +177,15 @@ class History:
         minutes = {minute.number: minute for minute in watched.minutes} if watched is not None else {}
         newest = int(self._now() // 60)
         return [minutes.get(number, Minute(number)) for number in range(newest - MINUTES + 1, newest + 1)]
+
+
+def _small(started: pb.Started) -> pb.Started:
+    """What is kept of it. A part of a message holds all of it, and that may have the prompt's 100,000 tokens."""
+    fields = {name: getattr(started, name) for name in ("source", "cached_tokens", "prompt_tokens", "reason")}
+    kept = pb.Started(**fields)
+    if started.HasField("difference"):
+        kept.difference.CopyFrom(started.difference)
+    return kept
 
 
 def _newest_of(kept: OrderedDict[str, _Kept], name: str, new: Callable[[], _Kept], most: int) -> _Kept:
