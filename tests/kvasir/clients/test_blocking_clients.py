@@ -58,6 +58,14 @@ def test_each_method_of_an_asynchronous_client_is_one_of_the_blocking_client(blo
             assert not inspect.iscoroutinefunction(mine)
 
 
+def test_another_callers_client_shows_the_engines_that_it_uses() -> None:
+    with InferenceClient.connect("localhost:1") as mine, InferenceClient.connect("localhost:2") as other:
+        mine.engines = [other]
+        assert mine.engines == (other,)
+        assert mine.with_token("x" * 32).engines == ()
+        assert mine.engines == (other,)
+
+
 def _closed(turn: Turn) -> None:
     next(turn)
     turn.close()  # type: ignore[attr-defined]

@@ -175,7 +175,7 @@ class InferenceClient(_ServiceClient):
     @property
     def engines(self) -> "Sequence[InferenceClient]":
         """Clients of the other engines of this engine's store. A turn whose agent one of them holds is made there."""
-        return self._engines
+        return self._engines if self._aio.engines else ()  # none of another caller's
 
     @engines.setter
     def engines(self, engines: "Sequence[InferenceClient]") -> None:
