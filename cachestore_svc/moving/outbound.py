@@ -16,6 +16,7 @@ from kvasir.server.shared_room import SharedRoom
 from cachestore_svc.facts.records import MAX_FRAME_BYTES
 from cachestore_svc.index.catalog import SLICE
 from cachestore_svc.store.aio_store import AioStore
+from cachestore_svc.store.threads import ended
 
 _GROUP_BYTES = MAX_FRAME_BYTES
 # In a message beyond one frame: a message of any size takes both sides a tenth of a millisecond. gRPC keeps the message
@@ -164,8 +165,10 @@ class BlobSource:
         ahead, self._ahead = self._ahead, deque()
         for group in ahead:
             group.reading.cancel()
-        await asyncio.gather(*(group.reading for group in ahead), return_exceptions=True)
-        self._give_back(self._held_bytes)
+        try:  # also if this is cancelled: until the threads end, the bytes are there
+            await ended(asyncio.gather(*(group.reading for group in ahead), return_exceptions=True))
+        finally:
+            self._give_back(self._held_bytes)
 
     async def __aenter__(self) -> Self:
         return self

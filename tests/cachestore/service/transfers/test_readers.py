@@ -117,6 +117,54 @@ class MeetingDisk(Disk):
         return super().read(path, max_bytes)
 
 
+class HoldingDisk(Disk):
+    """Whose reads of blobs that are there end once they may."""
+
+    def __init__(self) -> None:
+        self.holds, self.may_end = threading.Event(), threading.Event()
+
+    def read(self, path: Path, max_bytes: int) -> memoryview:
+        data = super().read(path, max_bytes)
+        if max_bytes > MIB and len(path.name) == 64:
+            self.holds.set()
+            assert self.may_end.wait(20)
+        return data
+
+
+def test_a_reader_who_leaves_while_a_failed_read_ends_keeps_no_room(tmp_path: Path) -> None:
+    """What was read ahead is still on its way then. The room is all readers': each such reader took some for good."""
+    turn, disk, room = SyntheticAgent(WIDE, 1).turn(512), HoldingDisk(), SharedRoom(64 * MIB)
+    lost, _ = turn.digests
+
+    async def read(source: BlobSource) -> None:
+        async with source:
+            await source.next_piece()
+
+    async def test(store: Store) -> None:
+        threads = StoreThreads()
+        source = BlobReader(AioStore(store, threads), room).open(NS, turn.digests)
+        reading = asyncio.create_task(read(source))
+        try:
+            assert await asyncio.to_thread(disk.holds.wait, 20)
+            while source._ahead:  # noqa: ASYNC110  another task ends it
+                await asyncio.sleep(0.01)
+            reading.cancel()
+            await asyncio.sleep(0.05)
+            assert room.held_units
+        finally:
+            disk.may_end.set()
+            threads.close()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert room.held_units == 0
+
+    lab = Lab(tmp_path / "data")
+    with lab.open(disk) as store:
+        write_all(store, turn.new_blobs)
+        lab.file_of(lost).unlink()
+        asyncio.run(asyncio.wait_for(test(store), 40))
+
+
 def test_groups_of_small_blobs_are_read_ahead_side_by_side(tmp_path: Path) -> None:
     turn = SyntheticAgent(PAIRED, 6).turn(256 * 6)
 
