@@ -33,14 +33,18 @@ def collect(core: Core, namespace: str | None, dry_run: bool) -> GcReport:
 
 
 def shorten(core: Core) -> None:
-    """Rewrite the journal when most of it is about what is gone. After a failure the next pass tries again."""
+    """Rewrite the journal when most of it is about what is gone. After a failure the next pass tries again. One that is
+    damaged stays as it is: it would end at its damage, and a recovery would take it for whole."""
     log = core.journal
     if log is None or not log.is_long:
         return
     # On the index thread: what is appended there may not be committed yet, and is then cut off again.
     try:
-        size_bytes = core.catalog.read(HOUSE, lambda _: log.size_bytes)
+        size_bytes, position = core.catalog.read(HOUSE, lambda _: (log.size_bytes, log.position))
         recorded = log.shorter(size_bytes)
+        if recorded.position != position:
+            structlog.get_logger("cachestore").error("journal.damaged", sequence=recorded.position.sequence)
+            return
         core.catalog.read(HOUSE, lambda _: log.shorten(recorded.state, recorded.position, size_bytes))
     except (OSError, ResourceExhausted, Unavailable) as error:
         structlog.get_logger("cachestore").warning("journal.not_shortened", error=str(error))

@@ -23,6 +23,7 @@ from cachestore_svc.store.snapshots import EarlyCommit
 from cachestore_svc.store.store import Store
 from cachestore_svc.upkeep import collecting
 from tests.cachestore.core.lab import NS, Chance, Lab, publish, run_sql, upload, write, write_all
+from tests.cachestore.index.lives import recovered, remove_database
 from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 JOURNAL = "journal"
@@ -111,6 +112,26 @@ def test_a_journal_stays_short_however_many_commits_there_were(lab: Lab, monkeyp
     run_sql(lab, "UPDATE versions SET parent_version = 1")
     with lab.open() as store, pytest.raises(DataLoss):
         store.snapshots.get(NS, "a")
+
+
+def test_a_damaged_journal_is_not_cut_at_its_damage(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recovery would take what is left for all that there was, and lose each version behind that, and owners."""
+    monkeypatch.setattr("cachestore_svc.journal.journal._LEAST_BYTES", 100)
+    agent, path = SyntheticAgent(SMALL, 1), lab.root / JOURNAL
+    with lab.open(retained_versions=1) as store:
+        for turn in range(9):
+            publish(store, "a", agent.turn(3), turn)
+        lines = path.read_bytes().split(b"\n")
+        lines[4] = lines[4][:-3] + b"???"
+        path.write_bytes(b"\n".join(lines))
+        store.care.collect_garbage()
+        head = store.snapshots.get(NS, "a")
+    remove_database(lab.root)
+    report = recovered(lab)
+    assert (report.is_complete, report.has_whole_journal) == (False, False)
+    with lab.open() as store:
+        assert store.snapshots.get(NS, "a").manifest == head.manifest
+        assert store.agents.get(NS, "a").ownership.waits_for_claim
 
 
 class WaitingDisk(Disk):
