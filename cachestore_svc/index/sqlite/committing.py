@@ -99,12 +99,23 @@ def _with_provenance(
     comes_from_elsewhere = terms.is_brought or terms.origin in (Origin.IMPORT, Origin.PULL, Origin.MOVE)
     marked = {blob.id for blob in provenance.mark(rows, manifest, named, is_brought=comes_from_elsewhere)}
     is_brought = manifest.is_brought or int(manifest.id in marked)
-    follows_own = newest is not None and (newest.is_text_own or not newest.is_brought)
-    is_text_own = terms.is_text_own if terms.origin is Origin.MOVE else (terms.origin is Origin.TURN and follows_own)
-    if is_brought == provenance.BROUGHT and is_text_own:
+    if is_brought == provenance.BROUGHT and _is_text_own(rows, asked, newest):
         provenance.mark_text_own(rows, manifest)
         is_brought = provenance.TEXT_OWN
     return marked, manifest._replace(is_brought=is_brought)
+
+
+def _is_text_own(rows: Rows, asked: Commit, newest: SnapshotVersion | None) -> bool:
+    """Whether the text of a brought memory is the agent's own: of a move by its source's word; of a turn if that of the
+    version before it is, and that of an older one on which it goes on.
+    """
+    terms, query, followed = asked.terms, LineQuery(asked.line.agent_id), [newest]
+    if terms.origin is not Origin.TURN:
+        return terms.origin is Origin.MOVE and terms.is_text_own
+    if newest is not None and terms.base_version not in (0, newest.version):
+        line = versions.line_with(rows, query, terms.base_version)
+        followed.append(versions.find_version(rows, line.id, terms.base_version))
+    return all(each is not None and (each.is_text_own or not each.is_brought) for each in followed)
 
 
 def _version_of(asked: Commit, manifest: BlobEntry, now_unix_ms: int) -> SnapshotVersion:

@@ -236,6 +236,19 @@ def test_a_fork_or_a_rollback_does_not_wash_what_was_brought(store: Store, way: 
     assert store.snapshots.get(NS, name).origin in (Origin.FORK, Origin.ROLLBACK)
 
 
+def test_a_turn_on_an_imported_version_has_no_text_of_its_own_though_the_newest_has(store: Store) -> None:
+    own(store, "ada")
+    mallory = SyntheticAgent(SMALL, 1, engine_seed=FORGED)
+    bring(store, "ada", mallory.turn(PROMPTS[0], is_prompt=True), Origin.IMPORT)
+    store.agents.roll_back(NS, "ada", 1)
+    assert not brought(store, "ada")
+    content = mallory.turn(300)
+    upload(store, content)
+    made = store.snapshots.commit(NS, "ada", content.manifest_digest, 3, CommitTerms(base_version=2))
+    assert made == store.snapshots.get(NS, "ada")
+    assert (made.is_brought, made.is_text_own) == (True, False)
+
+
 def test_a_turn_on_what_was_brought_binds_nothing_also_if_its_manifest_says_so(store: Store) -> None:
     """The engine never says so; the store does not depend on it."""
     for identity in (SMALL, WINDOWED):
