@@ -17,7 +17,7 @@ from cachestore_svc.facts.limits import wrong
 from cachestore_svc.facts.records import MAX_FRAME_BYTES, BlobKind
 from cachestore_svc.store.aio_store import AioStore
 from cachestore_svc.store.blobs import BlobWriter, NewBlob, finish_all
-from cachestore_svc.store.threads import ended
+from cachestore_svc.store.threads import ended, to_its_end
 
 # What one group has at most. Several groups of a sender are made durable at once, because a disk syncs several files as
 # fast as one; but another begins only with so many blobs or bytes, because threads with little work hinder each other.
@@ -197,6 +197,10 @@ class BlobIntake:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        # Also if it is cancelled again: a writer that stays open keeps its blob from all others.
+        await to_its_end(asyncio.create_task(self._end_all()))
+
+    async def _end_all(self) -> None:
         current, self._current = self._current, None
         try:
             await self._written()

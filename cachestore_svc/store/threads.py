@@ -37,14 +37,14 @@ class StoreThreads:
 
     async def run(self, namespace: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call and wait. A cancel passes on only when the call has ended: what it holds is never closed under it."""
-        return await _to_its_end(self.start(namespace, function, *args, **kwargs))
+        return await to_its_end(self.start(namespace, function, *args, **kwargs))
 
     async def run_if_awaited(self, namespace: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """As `run`, but a cancel while the call waits for its turn takes it away: a store that works for callers who
         have left has no time for those who are there.
         """
         await self.room.wait_for(namespace, 1)
-        return await _to_its_end(self._begun(namespace, partial(function, *args, **kwargs)))
+        return await to_its_end(self._begun(namespace, partial(function, *args, **kwargs)))
 
     async def run_long(self, namespace: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The same for what names thousands of things: one such call of a namespace after the other."""
@@ -82,7 +82,7 @@ class StoreThreads:
         self._pool.shutdown(wait=True)
 
 
-async def _to_its_end(future: "asyncio.Future[T]") -> T:
+async def to_its_end(future: "asyncio.Future[T]") -> T:
     """Its answer. A cancel passes on only when it is done."""
     try:
         return await asyncio.shield(future)

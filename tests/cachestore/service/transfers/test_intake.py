@@ -14,6 +14,7 @@ from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import BlobKind
+from cachestore_svc.moving import inbound
 from cachestore_svc.moving.inbound import BlobIntake, Stored
 from cachestore_svc.store.aio_store import AioStore
 from cachestore_svc.store.threads import StoreThreads
@@ -108,6 +109,52 @@ def test_a_sender_cancelled_while_its_whole_blob_waits_behind_others_leaves_no_w
             again = BlobIntake(AioStore(store, threads), NS)
             await asyncio.wait_for(send(again), 20)
             outcome = again.outcomes.get_nowait()
+            assert isinstance(outcome, Stored), outcome
+
+    asyncio.run(test())
+    threads.close()
+
+
+def test_a_sender_cancelled_twice_leaves_no_writer_of_a_blob_that_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody reads its outcomes, so that the blob waits; and the one behind it is being opened."""
+    monkeypatch.setattr(inbound, "_MAX_OUTCOMES", 4)
+    blobs = list(SyntheticAgent(SMALL, 1).turn(256 * 7).new_blobs.items())
+    disk, threads = WaitingDisk(""), StoreThreads(4)
+
+    async def send(intake: BlobIntake, digest: Digest, data: bytes) -> None:
+        half = len(data) // 2
+        await intake.begin(digest, BlobKind.TENSORS, 0, data[:half])
+        await intake.write(half, data[half:])
+
+    async def send_all(intake: BlobIntake) -> None:
+        async with intake:
+            for blob in blobs[:5]:
+                await send(intake, *blob)
+            while intake._writing or intake._whole or not intake.outcomes.full():  # noqa: ASYNC110  its tasks' work
+                await asyncio.sleep(0.01)
+            await send(intake, *blobs[5])
+            while not intake._whole:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            disk.waits_at = "open"
+            await send(intake, *blobs[6])
+            await asyncio.Event().wait()  # as for a sender that sends nothing more
+
+    async def test() -> None:
+        with Lab(tmp_path / "data").open(disk) as store:
+            sending = asyncio.create_task(send_all(BlobIntake(AioStore(store, threads), NS)))
+            await asyncio.to_thread(disk.arrived.wait, 20)
+            for _ in range(2):
+                sending.cancel()
+                await asyncio.sleep(0.05)
+            disk.go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await sending
+            async with BlobIntake(AioStore(store, threads), NS) as again:
+                await send(again, *blobs[5])
+                await asyncio.wait_for(again.end(), 20)
+                outcome = again.outcomes.get_nowait()
             assert isinstance(outcome, Stored), outcome
 
     asyncio.run(test())
