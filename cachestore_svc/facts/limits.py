@@ -51,17 +51,22 @@ def check_text(text: str, field: str) -> None:
 def check_labels(labels: Mapping[str, str]) -> None:
     """Raises InvalidArgument for too many labels, and for one that is not short and printable."""
     _check_count(labels.keys() - {FIRST_MOVE})
-    for name, value in labels.items():
-        if not (1 <= len(name) <= MAX_LABEL_CHARS and name.isprintable()):
-            raise wrong("labels", f"expected names of 1 to {MAX_LABEL_CHARS} printable characters")
-        if len(value) > MAX_LABEL_CHARS or not value.isprintable():
-            raise wrong("labels", f"expected values of at most {MAX_LABEL_CHARS} printable characters")
+    check_label_texts(labels)
     if setting := labels.get(on_full.LABEL):
         on_full.from_label(setting)
     if setting := labels.get(volatile.LABEL):
         volatile.from_label(setting)
     if setting := labels.get(expires_after.LABEL):
         expires_after.from_label(setting)
+
+
+def check_label_texts(labels: Mapping[str, str]) -> None:
+    """Raises InvalidArgument for a label that is not short and printable."""
+    for name, value in labels.items():
+        if not (1 <= len(name) <= MAX_LABEL_CHARS and name.isprintable()):
+            raise wrong("labels", f"expected names of 1 to {MAX_LABEL_CHARS} printable characters")
+        if len(value) > MAX_LABEL_CHARS or not value.isprintable():
+            raise wrong("labels", f"expected values of at most {MAX_LABEL_CHARS} printable characters")
 
 
 def check_all_labels(labels: Mapping[str, str]) -> None:

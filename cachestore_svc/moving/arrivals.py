@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvasir.clients import AioStoreClient
-from kvasir.errors import FailedPrecondition, KvasirError, PermissionDenied, Unavailable
+from kvasir.errors import FailedPrecondition, InvalidArgument, KvasirError, PermissionDenied, Unavailable
 from kvasir.formats.digest import Digest
 from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 from kvasir.waits import ANSWER_S, SOON_S
 
 from cachestore_svc.facts import ownership
+from cachestore_svc.facts.limits import check_all_labels, check_label_texts, check_range
 from cachestore_svc.facts.ownership import Ownership, OwnerState
 from cachestore_svc.facts.records import MAX_RETAINED_VERSIONS, SnapshotVersion
 from cachestore_svc.moving.bringing import Bringing
@@ -192,10 +193,15 @@ class Arrival:
 
     async def _receive(self, offer: Any) -> None:
         order, agent = self._order, offer.agent
-        if not 1 <= agent.retained_versions <= MAX_RETAINED_VERSIONS:
-            found = f"retained_versions: expected 1 to {MAX_RETAINED_VERSIONS}, got {agent.retained_versions}"
+        try:
+            check_range("retained_versions", agent.retained_versions, 1, MAX_RETAINED_VERSIONS)
+            check_label_texts(agent.labels)
+            check_all_labels(agent.labels)
+        except InvalidArgument as error:
             about = {"agent_id": order.agent_id}
-            raise PermissionDenied(f"peer {order.peer}: {found}", reason="PEER_MAY_NOT", metadata=about)
+            raise PermissionDenied(
+                f"peer {order.peer}: {error.message}", reason="PEER_MAY_NOT", metadata=about
+            ) from None
         arriving = ArrivingAgent(
             agent_id=order.agent_id,
             peer=order.peer,

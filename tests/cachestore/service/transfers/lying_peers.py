@@ -44,11 +44,35 @@ class LyingPeer(cachestore_pb2_grpc.CacheStoreServiceServicer, cachestore_pb2_gr
             yield pb.ReadBlobsResponse(frame=frame)
 
 
+class MovingPeer(LyingPeer, cachestore_pb2_grpc.MovingServiceServicer):
+    """Gives its agent away, with what a test makes of its facts."""
+
+    def __init__(self, turn: SyntheticSnapshot) -> None:
+        super().__init__(turn, lambda frames: frames)
+        self.facts: dict[str, Any] = {}
+
+    def GetAgent(self, request: Any, context: Any) -> pb.GetAgentResponse:  # noqa: N802
+        line = pb.SnapshotVersion(agent_id="ada", version=1, manifest=self._turn.manifest_digest.to_proto())
+        return pb.GetAgentResponse(agent=pb.Agent(agent_id="ada", lines=[line], **self.facts))
+
+    def OfferAgent(self, request: Any, context: Any) -> pb.OfferAgentResponse:  # noqa: N802
+        agent = self.GetAgent(request, context).agent
+        return pb.OfferAgentResponse(agent=agent, generation=request.generation + 1)
+
+    def UndoMove(self, request: Any, context: Any) -> pb.UndoMoveResponse:  # noqa: N802
+        return pb.UndoMoveResponse()
+
+    def HandOverAgent(self, request: Any, context: Any) -> pb.HandOverAgentResponse:  # noqa: N802
+        return pb.HandOverAgentResponse()
+
+
 @contextmanager
 def lying(peer: LyingPeer) -> Iterator[str]:
     server = grpc.server(futures.ThreadPoolExecutor(4))
     cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server(peer, server)  # type: ignore[no-untyped-call]
     cachestore_pb2_grpc.add_AgentServiceServicer_to_server(peer, server)  # type: ignore[no-untyped-call]
+    if isinstance(peer, MovingPeer):
+        cachestore_pb2_grpc.add_MovingServiceServicer_to_server(peer, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:

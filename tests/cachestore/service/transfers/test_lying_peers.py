@@ -8,12 +8,12 @@ import grpc
 import pytest
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
-from kvasir.errors import DataLoss, NotFound, Unavailable
+from kvasir.errors import DataLoss, NotFound, PermissionDenied, Unavailable
 from kvasir.formats.digest import Digest
 from kvasir.formats.frames import frames_of
 
 from tests.cachestore.service.running import StoreHome, assert_whole, publish, start_here
-from tests.cachestore.service.transfers.lying_peers import LIES, OTHER, LyingPeer, lying
+from tests.cachestore.service.transfers.lying_peers import LIES, OTHER, LyingPeer, MovingPeer, lying
 from tests.made_models.synthetic import SMALL, SyntheticAgent, SyntheticSnapshot, full_layers, kv_identity
 
 LARGE = kv_identity("large", full_layers(24, 8, 128))
@@ -125,3 +125,19 @@ def test_a_peer_whose_list_of_versions_does_not_end_is_given_up(home: StoreHome,
                 ours.pull_agent("mac", "ada", timeout_s=60)
             assert caught.value.reason == "PEER_FAILED"
             assert peer.pages == 100
+
+
+def test_a_move_brings_no_label_and_no_retention_that_no_store_gives(home: StoreHome, tmp_path: Path) -> None:
+    """A label may be shown in a terminal."""
+    peer = MovingPeer(SyntheticAgent(SMALL, 14).turn(300))
+    labels = [{"x": "\x1b[2J"}, {"\x1b": "y"}, {"x": "y" * 257}, {"x" * 257: "y"}, {f"{n}": "y" for n in range(65)}]
+    lies = [*({"labels": each, "retained_versions": 8} for each in labels), {"retained_versions": 1001}, {}]
+    with lying(peer) as address, start_here(home, tmp_path, address).client() as ours:
+        for peer.facts in lies:
+            with pytest.raises(PermissionDenied) as refused:
+                ours.move_agent("ada", from_peer="mac", timeout_s=20)
+            assert refused.value.reason == "PEER_MAY_NOT"
+            with pytest.raises(NotFound):
+                ours.get_agent("ada")
+        peer.facts = {"labels": {"x": "y"}, "retained_versions": 8}
+        assert ours.move_agent("ada", from_peer="mac", timeout_s=60).labels == {"x": "y"}
