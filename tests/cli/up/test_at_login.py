@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from kvasir.cli.main import everywhere
+from kvasir.cli.running import at_login as at_login_jobs
 from kvasir.cli.running import up
 from kvasir.cli.running.at_login import job_of, start_at_login
 from kvasir.cli.running.home import Home
@@ -24,7 +25,8 @@ from tests.cli.running import Ended, in_process
 @pytest.fixture
 def at_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Ended, list[str]]]:
     """`kvasir up` with such words, and the commands of launchd or systemd that it gave: both are played, and fail once
-    with the exit code in a file `fails`.
+    with the exit code in a file `fails`. launchd has a job that it ends for as many questions as a file `late` has
+    lines, and takes no other of this name meanwhile.
     """
     programs, log = tmp_path / "bin", tmp_path / "log"
     programs.mkdir()
@@ -33,6 +35,9 @@ def at_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., t
             f'#!/bin/sh\necho {name} "$@" >> {log}\n'
             f"[ ! -e {tmp_path}/fails ] || {{ code=`cat {tmp_path}/fails`; echo no session >&2; rm {tmp_path}/fails;"
             " exit $code; }\n"
+            f"case $1 in bootstrap) [ ! -s {tmp_path}/late ] || {{ echo Input/output error >&2; exit 5; }};;\n"
+            f"print) [ -s {tmp_path}/late ] || exit 113; sed 1d {tmp_path}/late > {tmp_path}/later;\n"
+            f"  mv {tmp_path}/later {tmp_path}/late;; esac\n"
         )
         (programs / name).chmod(0o700)
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
@@ -61,9 +66,9 @@ def test_launchd_starts_it_now_and_at_each_login_with_the_flags_that_were_given(
     assert (job["RunAtLoad"], job["KeepAlive"]) == (True, {"SuccessfulExit": False})
     assert job["SoftResourceLimits"] == {"NumberOfFiles": 65_536}
     assert job["Label"] == file.stem
-    assert [command.split()[1] for command in commands] == ["bootout", "bootstrap"]
+    assert [command.split()[1] for command in commands] == ["bootout", "print", "bootstrap"]
     ended, commands = at_login("--remove-at-login")
-    assert (ended.code, [command.split()[1] for command in commands]) == (0, ["bootout"])
+    assert (ended.code, [command.split()[1] for command in commands]) == (0, ["bootout", "print"])
     assert not file.exists()
     assert "nothing starts at login" in at_login("--remove-at-login")[0].out
 
@@ -90,14 +95,31 @@ def test_launchd_may_end_a_job_late_and_may_not_have_it(
     at_login: Callable[..., tuple[Ended, list[str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    (tmp_path / "fails").write_text("36")
-    ended, commands = at_login("--at-login", "--no-http")
-    assert (ended.code, [command.split()[1] for command in commands]) == (0, ["bootout", "bootout", "bootstrap"])
+    for code in ("0", "36", "37"):  # with 0, too, it may end later
+        (tmp_path / "fails").write_text(code)
+        (tmp_path / "late").write_text("\n")
+        ended, commands = at_login("--at-login", "--no-http")
+        expected = ["bootout", "print", "print", "bootstrap"]
+        assert (ended.code, [command.split()[1] for command in commands]) == (0, expected), ended.err
     for absent in ("3", "113"):
         (tmp_path / "fails").write_text(absent)
         ended, _ = at_login("--remove-at-login")
         assert (ended.code, [*(tmp_path / "Library" / "LaunchAgents").iterdir()]) == (0, []), ended.err
         at_login("--at-login", "--no-http")
+
+
+def test_a_job_that_launchd_does_not_end_keeps_its_file(
+    at_login: Callable[..., tuple[Ended, list[str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    at_login("--at-login", "--no-http")
+    (tmp_path / "late").write_text(1000 * "\n")
+    monkeypatch.setattr(at_login_jobs, "_STOP", 0)
+    monkeypatch.setattr(at_login_jobs, "PATIENCE_S", 0.3)
+    ended, _ = at_login("--remove-at-login")
+    assert ended.code != 0
+    assert "plist stays: `launchctl bootout" in ended.err
+    assert len([*(tmp_path / "Library" / "LaunchAgents").iterdir()]) == 1
 
 
 def test_without_systemd_it_is_refused(

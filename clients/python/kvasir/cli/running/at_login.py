@@ -26,19 +26,20 @@ _OPEN_FILES = 65_536
 _STOP, _AGAIN = int(3 * GRACE_S + PATIENCE_S), int(PATIENCE_S)
 # Where Hugging Face's library looks for models, whose other variables may be secrets.
 _OF_MODELS = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME", "HF_HUB_OFFLINE", "HF_ENDPOINT")
-# Exit codes of launchctl: the job has not ended yet, and there is no such job.
-_IN_PROGRESS, _ABSENT = 36, (3, 113)
+# Exit codes of launchctl: the job has not ended yet (of a first end, and of another), and there is no such job.
+_IN_PROGRESS, _ABSENT = (36, 37), (3, 113)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is started at login: its file, that file's content, and the commands that take it up and give it up."""
+    """What is started at login: its file, that file's content, and the commands that take it up and give it up.
+    launchd gives it up some time after its command has ended; `show` fails from then on."""
 
     file: Path
     content: bytes
     begin: tuple[tuple[str, ...], ...]
     end: tuple[str, ...]
-    absent: tuple[int, ...] = ()  # exit codes of `end` for a job that is not there
+    show: tuple[str, ...] = ()
 
 
 def job_of(home: Home, words: Sequence[str]) -> Job:
@@ -68,9 +69,13 @@ def forget_at_login(job: Job) -> bool:
 
 
 def _end(job: Job, otherwise: str) -> None:
-    """launchctl returns before the services have ended, and takes no job of this name until then."""
-    give_up_s = time.monotonic() + _STOP
-    while _do(job.end, otherwise, (_IN_PROGRESS, *job.absent)) == _IN_PROGRESS and time.monotonic() < give_up_s:
+    """launchctl returns before the services have ended, in most cases without an error, and launchd takes no job of
+    this name until then."""
+    give_up_s = time.monotonic() + _STOP + PATIENCE_S
+    _do(job.end, otherwise, (*_IN_PROGRESS, *_ABSENT) if job.show else ())
+    while job.show and _do(job.show, otherwise, _ABSENT) == 0:
+        if time.monotonic() >= give_up_s:
+            raise FailedPrecondition(f"{otherwise}: `{shlex.join(job.end)}`: it goes on", reason="NOT_AT_LOGIN")
         time.sleep(PAUSE_S)
 
 
@@ -106,8 +111,8 @@ def _launchd(label: str, argv: Sequence[str], home: Home) -> Job:
         "ProcessType": "Interactive",
         "StandardErrorPath": str(home.logs / "up.log"),
     }
-    begin, end = ("launchctl", "bootstrap", domain, str(file)), ("launchctl", "bootout", f"{domain}/{label}")
-    return Job(file, plistlib.dumps(content), (begin,), end, _ABSENT)
+    begin, job = ("launchctl", "bootstrap", domain, str(file)), f"{domain}/{label}"
+    return Job(file, plistlib.dumps(content), (begin,), ("launchctl", "bootout", job), ("launchctl", "print", job))
 
 
 def _systemd(name: str, argv: Sequence[str]) -> Job:
