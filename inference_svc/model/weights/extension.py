@@ -19,6 +19,7 @@ from inference_svc.kv.attention.nvrtc import is_this_users
 _SOURCE = Path(__file__).parent / "mapping.cpp"
 _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared")
 _COMPILERS = ("c++", "g++", "clang++")
+_APPLES, _SELECT = "/usr/bin", ("/usr/bin/xcode-select", "-p")
 _WAIT_S = 15.0  # it takes two or three
 # nanobind's objects: Python's head, then the offset of the C++ object and bits for how it is kept.
 _HEAD_BYTES = object.__basicsize__
@@ -74,10 +75,7 @@ def extension(kept: Path | None, compilers: tuple[str, ...] = _COMPILERS) -> Ext
         raise NoExtension("this user has no home directory to keep it in")
     path = kept / f"{_key()}.so"
     if not _is_there(path):
-        compiler = next((found for name in compilers if (found := shutil.which(name))), None)
-        if compiler is None:
-            raise NoExtension(f"there is no C++ compiler ({', '.join(compilers)})")
-        _compile(compiler, path)
+        _compile(_compiler(compilers), path)
     return Extension(path)
 
 
@@ -97,6 +95,23 @@ def _is_there(path: Path) -> bool:
     """A kept file in a folder that this user alone writes: it runs in this process."""
     try:
         return path.is_file() and is_this_users(path.parent)
+    except OSError:
+        return False
+
+
+def _compiler(names: tuple[str, ...]) -> str:
+    """On a Mac without Apple's tools each of these is there, and opens a window that offers to install them."""
+    found = next((found for name in names if (found := shutil.which(name))), None)
+    if found is None:
+        raise NoExtension(f"there is no C++ compiler ({', '.join(names)})")
+    if sys.platform == "darwin" and str(Path(found).parent) == _APPLES and not _has_apples_tools():
+        raise NoExtension("there is no C++ compiler: xcode-select --install offers Apple's")
+    return found
+
+
+def _has_apples_tools() -> bool:
+    try:
+        return subprocess.run(_SELECT, capture_output=True, check=False).returncode == 0
     except OSError:
         return False
 

@@ -418,6 +418,28 @@ class TestWithoutTheExtension:
         with pytest.raises(NoExtension, match=why):
             extension(spoil(tmp_path / "kept"), compilers=("true",))
 
+    def test_on_a_mac_without_apples_tools_no_compiler_is_run(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """There /usr/bin/c++ opens a window; another compiler may be first in PATH."""
+        ran, asked = Path(tmp_path / "ran"), f"{extension.__module__}._SELECT"
+        monkeypatch.setattr(sys, "platform", "darwin")
+        monkeypatch.setattr(f"{extension.__module__}._APPLES", str(tmp_path))
+        window = tmp_path / "window"
+        window.write_text(f"#!/bin/sh\ntouch {ran}\nexit 1\n")
+        window.chmod(0o700)
+        for has_tools in (("false",), ("no such program",)):
+            monkeypatch.setattr(asked, has_tools)
+            with pytest.raises(NoExtension, match="xcode-select --install"):
+                extension(tmp_path / "kept", compilers=(str(window),))
+            assert not ran.exists()
+        monkeypatch.setattr(asked, ("true",))
+        with pytest.raises(NoExtension, match="window does not compile it"):
+            extension(tmp_path / "kept", compilers=(str(window),))
+        monkeypatch.setattr(asked, ("false",))
+        with pytest.raises(NoExtension, match="false does not compile it"):
+            extension(tmp_path / "kept", compilers=("false",))
+
     def test_a_compiler_that_fails_is_reported_and_leaves_nothing(self, tmp_path: Path) -> None:
         with pytest.raises(NoExtension, match="false does not compile it"):
             extension(tmp_path, compilers=("false",))
