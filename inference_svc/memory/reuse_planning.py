@@ -206,7 +206,9 @@ class ReusePlanner:
         budget: Budget,
     ) -> tuple[_Candidate, Miss | None]:
         recollection, candidate = await self._best(prompt, recollection)
-        miss = recollection.miss or _text_miss(recollection, candidate.match, prompt.text)
+        miss = (
+            recollection.miss or _text_miss(recollection, candidate.match, prompt.text) or _sleeping_miss(recollection)
+        )
         candidate, unstored = self._restorable(candidate, recollection, avoid)
         miss = miss or unstored
         if store is not None and avoid.files is None and avoid.has_windows and not self._engine.model.has_states:
@@ -266,7 +268,8 @@ class ReusePlanner:
             match, tokens = await prompting.run(prompt.namespace, lambda: matched(prompting, transcript, text))
         # A generating turn computes at least one token, because its logits give the next token.
         most = len(tokens.ids) - (1 if prompt.generates else 0)
-        keep = min(match.kept_tokens, most) if recollection.kv_from is not Source.COLD else 0
+        has_kv = recollection.kv_from is not Source.COLD and not _is_asleep(recollection)
+        keep = min(match.kept_tokens, most) if has_kv else 0
         fewest = FEWEST_RESTORED if recollection.kv_from is Source.WARM else 1
         if memory is None or keep < fewest:
             return _Candidate(tokens, 0, Source.COLD, match)
@@ -444,3 +447,15 @@ def _text_miss(recollection: Recollection, match: PrefixMatch, text: str) -> Mis
         return None  # one text is a prefix of the other
     detail = f"the prompt differs from the memory at character {match.matched_chars} of {len(memory.transcript.text)}"
     return Miss(MissReason.TEXT_DIFFERS, detail)
+
+
+def _is_asleep(recollection: Recollection) -> bool:
+    """Whether the memory's KV is nowhere: a hot memory that is asleep in the store was woken."""
+    memory = recollection.memory
+    return memory is not None and memory.files.asleep is not None and recollection.kv_from is Source.WARM
+
+
+def _sleeping_miss(recollection: Recollection) -> Miss | None:
+    if not _is_asleep(recollection):
+        return None
+    return Miss(MissReason.BLOB_MISSING, "the agent is asleep, and its KV has no room here to be computed as it was")

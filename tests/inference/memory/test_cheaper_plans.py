@@ -25,7 +25,7 @@ from inference_svc.text.prefix_matching import RememberedText
 from inference_svc.text.token_ids import TokenIds
 from tests.inference.memory.test_points import Surroundings
 from tests.inference.turns.parts import Opened, opened
-from tests.made_models.synthetic import SMALL
+from tests.made_models.synthetic import SMALL, kv_identity, window_layer
 
 TEXT = "x" * 1_100
 BLOB_BYTES = 2 << 20
@@ -178,3 +178,30 @@ def test_a_large_memory_takes_no_more_room_than_is_read_ahead(monkeypatch: pytes
     monkeypatch.setattr(reuse_planning, "MOST_BYTES", BLOB_BYTES)
     found = plan(Plain(), RestoreCosts(lambda: 0.0), TEXT + "y", 1_024, most_held=BLOB_BYTES)
     assert isinstance(found.reuse, Restored)
+
+
+@pytest.mark.parametrize(
+    "identity", [SMALL, kv_identity("windows alone", [window_layer(512)])], ids=["all tokens", "windows alone"]
+)
+def test_an_agent_that_is_asleep_and_was_not_woken_has_no_kv_and_its_miss_has_that_reason(identity: Any) -> None:
+    """It fell asleep in an engine with more room. Its prompt here is a beginning of what it remembers."""
+    parts: Any = Plain()
+    parts.model = SimpleNamespace(**{**vars(Plain.model), "kv_identity": identity, "has_rewind_points": True})
+    files = StoredFiles(runs=(), asleep=manifest_pb2.Asleep(wake_ms=1))
+    transcript = RememberedText(TEXT, TokenIds(map(ord, TEXT)), (1,) * len(TEXT))
+    publication = Publication(Standing(NO_HEAD, Stage.STORED))
+    memory = AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "t", publication, files)
+
+    async def hold(_size_bytes: int) -> None:
+        pass
+
+    async def planned() -> Opened:
+        planner = ReusePlanner(parts, parts, {"ns": parts}, RestoreCosts(lambda: 0.0))
+        recollection, budget = Recollection(memory, Source.WARM, NO_HEAD), Budget(1.0, 1.0, lambda: 0.0)
+        return opened(await planner.plan(recollection, ComparedPrompt("ns", TEXT[:700]), budget, hold))
+
+    found = asyncio.run(planned())
+    assert (found.reuse, found.source) == (Cold(), Source.COLD)
+    assert found.miss is not None
+    assert found.miss.reason is MissReason.BLOB_MISSING
+    assert "asleep" in found.miss.detail
