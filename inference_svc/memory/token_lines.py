@@ -1,6 +1,7 @@
 """Which agent remembers a conversation that comes as token ids, from a caller that names none: by hot memory, else by
 names, which have the length and digest of a conversation's first prompt. It only shows where to look: the engine
-compares tokens. Agents beyond a thousand, or unused for a week, are deleted.
+compares tokens. Agents beyond a thousand are deleted, and by the store those that were not used for a week: it counts
+time that surely passed, and a clock that is set deletes nothing.
 """
 
 import asyncio
@@ -8,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from blake3 import blake3
+from kvasir import expires_after
 from kvasir.errors import KvasirError
 from kvasir.waits import PAUSE_S
 
@@ -24,7 +26,7 @@ _COMPARED_FIRST = 16
 _DIGEST_CHARS = 24
 _MAX_KEPT = 1000
 _MAX_KNOWN = 4 * _MAX_KEPT
-_EXPIRY_MS = 7 * 24 * 3600 * 1000
+_UNUSED_FOR = "7d"
 _LISTED_EVERY_MS = 10 * 60 * 1000
 
 _Opening = tuple[int, str]  # how a conversation began: the number of tokens of its first prompt, and their digest
@@ -63,25 +65,30 @@ class TokenLines:
         return name
 
     async def learn(self, namespace: str) -> None:
-        """Read the names that the store has, now and then, and delete those that are too many or too old."""
+        """Read the names that the store has, now and then; delete too many of them, and let the others expire."""
         store, now_ms = self._stores.get(namespace), self._now_ms()
-        if store is None or now_ms - self._listed_ms.get(namespace, -_LISTED_EVERY_MS) < _LISTED_EVERY_MS:
+        if store is None or 0 <= now_ms - self._listed_ms.get(namespace, -_LISTED_EVERY_MS) < _LISTED_EVERY_MS:
             return
         self._listed_ms[namespace] = now_ms
+        client = store.connection.client
         with contextlib.suppress(KvasirError, TimeoutError):  # a store that does not answer is a miss, here too
             async with asyncio.timeout(PAUSE_S):
                 agents = await _agents(store)
-                self._known[namespace] = {_opening_of(name): name for _, name in agents}
-                first_kept_ms = now_ms - _EXPIRY_MS
-                for place, (used_ms, name) in enumerate(agents):
-                    if place < len(agents) - _MAX_KEPT or used_ms < first_kept_ms:
-                        await store.connection.client.delete_agent(name)
+                self._known[namespace] = {_opening_of(name): name for _, name, _ in agents}
+                for place, (_, name, expires) in enumerate(agents):
+                    if place < len(agents) - _MAX_KEPT:
+                        await client.delete_agent(name)
+                    elif not expires:
+                        await client.update_agent(name, labels={expires_after.LABEL: _UNUSED_FOR})
 
 
-async def _agents(store: RemoteCache) -> list[tuple[int, str]]:
-    """When the store's agents were used last (Unix ms), and their names; the last used comes last."""
+async def _agents(store: RemoteCache) -> list[tuple[int, str, bool]]:
+    """When the store's agents were used last (Unix ms), their names, and whether they expire; the last used comes
+    last."""
     agents = store.connection.client.every_agent(name_prefix=PREFIX)
-    return sorted([(agent.used_at.ToMilliseconds(), agent.agent_id) async for agent in agents])
+    return sorted(
+        [(each.used_at.ToMilliseconds(), each.agent_id, expires_after.LABEL in each.labels) async for each in agents]
+    )
 
 
 def _hot_agent(engine: Engine, namespace: str, prompt: TokenIds, busy: Collection[str]) -> str | None:
