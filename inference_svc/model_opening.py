@@ -50,6 +50,7 @@ class ModelsParts:
     stats: ServiceStats
     clock: Callable[[], float]  # seconds, monotonic
     now_ms: Callable[[], int]  # Unix time
+    surely_ms: Callable[[], int]  # the same, but never ahead of it: deletions are for good
 
 
 async def open_served(
@@ -101,19 +102,19 @@ async def open_served(
     served.tasks.append(asyncio.create_task(costs_file.keep()))
     served.warm_up_while_idle(clock)
     own_turns = OwnTurns(turns, parts.recall.is_wanted, lambda: not embedder.is_idle or served.is_leaving.is_set())
-    _begin_own_turns(served, settings, WakingParts(own_turns, engine, stores, woken, stats, clock), now_ms)
+    _begin_own_turns(served, settings, WakingParts(own_turns, engine, stores, woken, stats, clock), shared.surely_ms)
     return served
 
 
 def _begin_own_turns(
-    served: ServedModel, settings: EngineSettings, parts: WakingParts, now_ms: Callable[[], int]
+    served: ServedModel, settings: EngineSettings, parts: WakingParts, surely_ms: Callable[[], int]
 ) -> None:
     """Wake agents ahead, and put idle ones to sleep, from now on."""
     allowance = Allowance(settings.wake_ahead_share, parts.engine.memory_budget_bytes, parts.woken.now_s())
     served.tasks.append(asyncio.create_task(WakingAhead(parts, allowance, settings.state_dir).run()))
     if settings.asleep_after_s is not None:
         model = parts.engine.model
-        idle = IdleAgents(parts.turns, parts.stores, model.kv_identity_hash, settings.asleep_after_s, now_ms)
+        idle = IdleAgents(parts.turns, parts.stores, model.kv_identity_hash, settings.asleep_after_s, surely_ms)
         served.tasks.append(asyncio.create_task(idle.run()))
 
 

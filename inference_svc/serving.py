@@ -27,7 +27,7 @@ from kvasir.server.operating.traces import Traces
 from kvasir.server.parts import Parts
 from kvasir.server.reloading import Reloading
 from kvasir.server.serving import EdgeServer, RefusedToStart, Reports, run
-from kvasir.waits import uptime_s
+from kvasir.waits import never_ahead, uptime_s
 
 from inference_svc import BEGAN_S
 from inference_svc.config import ConfigError, EngineSettings, read_settings
@@ -154,7 +154,8 @@ class _Service:
         self, open_engine: Callable[..., Engine], begin_phase: Callable[[str], None]
     ) -> Callable[[str, str], Awaitable[ServedModel]]:
         settings, clock = self.settings, time.monotonic
-        shared = ModelsParts(settings, self.stores, self.lease_owner, self.admission, self.stats, clock, _now_ms)
+        clocks = clock, _now_ms, _SURELY_MS
+        shared = ModelsParts(settings, self.stores, self.lease_owner, self.admission, self.stats, *clocks)
         return lambda name, path: open_served(name, path, shared, open_engine, begin_phase)
 
     def giver_of(self, served: ServedModel) -> TurnGiver:
@@ -239,7 +240,7 @@ class _Service:
             neighbour.add_mlx_engine(
                 server.grpc,
                 host,
-                TokenLines(self.stores, new_name=new_request_id, now_ms=_now_ms),
+                TokenLines(self.stores, new_name=new_request_id, now_ms=_SURELY_MS),
                 max_prompt_bytes=settings.max_prompt_bytes,
                 reader_stall_s=settings.reader_stall_s,
                 is_stopping=is_stopping,
@@ -315,6 +316,9 @@ def _report_ready(address: str, engine: Engine, settings: EngineSettings, phases
 
 def _now_ms() -> int:
     return time.time_ns() // 1_000_000
+
+
+_SURELY_MS = never_ahead(_now_ms)
 
 
 async def _close_all(stores: Mapping[str, RemoteCache]) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 # Of one thread for another that holds the interpreter, where Python's usual time at each step would add up.
 SWITCH_S = 0.0002
@@ -37,6 +37,14 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 def uptime_s() -> float:
     """Seconds, those of sleep included, from an origin of its own: `time.monotonic` stands still in sleep."""
     return time.clock_gettime(_CLOCK)
+
+
+def never_ahead(now_ms: Callable[[], int], uptime_s: Callable[[], float] = uptime_s) -> Callable[[], int]:
+    """The Unix time of `now_ms`, but never more than it was at first and has surely passed since: somebody may set the
+    clock ahead, and a deletion is for good.
+    """
+    began_ms, began_s = now_ms(), uptime_s()
+    return lambda: min(now_ms(), began_ms + round(1e3 * (uptime_s() - began_s)))
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Which agents are put to sleep because nobody uses them, and that no caller waits for one that falls asleep."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +10,7 @@ import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.errors import Cancelled, FailedPrecondition, KvasirError
+from kvasir.waits import never_ahead
 
 from inference_svc.engine.api import AgentKey
 from inference_svc.memory.store.answers import ListedAgent, listed_agent
@@ -93,13 +94,13 @@ class Turns:
         yield
 
 
-def idle_agents(turns: Turns) -> tuple[IdleAgents, Any]:
+def idle_agents(turns: Turns, now_ms: Callable[[], int] = lambda: NOW_MS) -> tuple[IdleAgents, Any]:
     async def page(_token: str) -> tuple[list[ListedAgent], str]:
         return [listed_agent(agent())], ""
 
     store = SimpleNamespace(agents=SimpleNamespace(page=page))
     made: Any = turns
-    return IdleAgents(OwnTurns(made, lambda _: False), {}, "ours", DAY_S, lambda: NOW_MS), store
+    return IdleAgents(OwnTurns(made, lambda _: False), {}, "ours", DAY_S, now_ms), store
 
 
 @pytest.mark.parametrize("caller", ["somebody", "ada"])
@@ -119,6 +120,20 @@ def test_a_version_that_cannot_sleep_is_tried_once() -> None:
     idle, store = idle_agents(turns)
     for _ in range(3):
         asyncio.run(idle._look("default", store))
+    assert turns.begun == ["ada"]
+
+
+def test_a_clock_that_is_set_ahead_puts_nobody_to_sleep_before_the_time_has_passed() -> None:
+    """Older versions would go for good."""
+    began_ms = NOW_MS - round(2000 * DAY_S)  # as the agent was used
+    clocks = {"unix_ms": began_ms, "uptime_s": 0.0}
+    turns = Turns(FailedPrecondition("it cannot", reason="CANNOT_SLEEP"))
+    idle, store = idle_agents(turns, never_ahead(lambda: int(clocks["unix_ms"]), lambda: clocks["uptime_s"]))
+    clocks.update(unix_ms=began_ms + round(365_000 * DAY_S), uptime_s=60.0)
+    asyncio.run(idle._look("default", store))
+    assert turns.begun == []
+    clocks.update(uptime_s=DAY_S + 1)
+    asyncio.run(idle._look("default", store))
     assert turns.begun == ["ada"]
 
 

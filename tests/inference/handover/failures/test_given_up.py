@@ -52,7 +52,7 @@ async def serving(state_dir: Path) -> AsyncIterator[ServedModel]:
     served = await open_served(
         "tiny",
         str(kvasir_tiny.path()),
-        ModelsParts(settings, {}, "owner", admission, stats, clock, lambda: 0),
+        ModelsParts(settings, {}, "owner", admission, stats, clock, lambda: 0, lambda: 0),
         partial(Engine.open, memory_budget_bytes=64 << 20),
     )
     try:
