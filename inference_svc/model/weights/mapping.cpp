@@ -59,14 +59,13 @@ class Mapping {
   static std::shared_ptr<Mapping> of(int file, size_t bytes, bool is_read_ahead) {
     size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
     size_t room = page + (bytes + page - 1) / page * page;
-    // Private, because what is written is then copied and never reaches the file. Without a reserve: a file may be
-    // larger than the memory.
-    int flags = MAP_PRIVATE | MAP_NORESERVE, access = PROT_READ | PROT_WRITE;
-    void* whole = mmap(nullptr, room, access, flags | MAP_ANONYMOUS, -1, 0);
+    // Read only and shared: macOS makes an own copy, which it cannot drop, of each page of a private mapping that may
+    // be written, as soon as it is read. MLX writes over no buffer that it has not allocated itself.
+    void* whole = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (whole == MAP_FAILED) return nullptr;
     auto made = std::shared_ptr<Mapping>(new Mapping(whole, room));
     auto* start = static_cast<char*>(whole) + page;
-    if (mmap(start, bytes, access, flags | MAP_FIXED, file, 0) == MAP_FAILED) return nullptr;
+    if (mmap(start, bytes, PROT_READ, MAP_SHARED | MAP_FIXED, file, 0) == MAP_FAILED) return nullptr;
     if (is_read_ahead) madvise(start, bytes, MADV_WILLNEED);
     if (!made->take(start, bytes, room - page)) return nullptr;
     Files::of_all().add(start, start + bytes);

@@ -126,17 +126,17 @@ class TestMapped:
         assert "converted to float32" in in_32_bits.in_words
         assert bool(in_32_bits.mapped_bytes) is bool(bits), "the codes stay as they are, all else is converted"
 
-    def test_a_written_weight_leaves_its_file_alone(self, tmp_path: Path) -> None:
+    def test_mapped_pages_cannot_be_written(self, tmp_path: Path) -> None:
+        """Of pages that may be, macOS makes copies when they are read, and keeps them in memory."""
         path = tmp_path / "model.safetensors"
         mx.save_safetensors(str(path), {"a": mx.zeros((1000,), mx.uint32)})
         shift(path, 0)
-        before = path.read_bytes()
         found: Any = mx.load(str(path))
         assert place_weights(weight_files(tmp_path), found).mapped_bytes == 4000
-        np.asarray(found["a"])[:] = 7
-        assert found["a"].sum().item() == 7000
-        assert path.read_bytes() == before
-        assert any(copied_kib(path))
+        [permissions] = [
+            line.split()[1] for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line
+        ]
+        assert permissions == "r--s"
 
     def test_results_never_take_the_place_of_mapped_weights(self, tmp_path: Path) -> None:
         """MLX writes a result over an input that nobody else holds."""
