@@ -63,6 +63,18 @@ def kept(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "kept"))
 
 
+def _killed_while_made(key: Path) -> Path:
+    """What is left of a key file whose maker was killed before it gave it its name."""
+    program = (
+        "import os, signal, sys; from pathlib import Path; from kvasir.credentials import write_private_text; "
+        "os.link = lambda *_: os.kill(os.getpid(), signal.SIGKILL); write_private_text(Path(sys.argv[1]), '6d' * 32)"
+    )
+    assert subprocess.run([sys.executable, "-c", program, str(key)], check=False).returncode < 0
+    [left] = key.parent.glob(f".{key.name}.*")
+    assert left.read_text() == "6d" * 32
+    return left
+
+
 def contents(home: Path) -> dict[str, Any]:
     """Agents and versions of a home whose store does not run."""
     with open_store(read_settings({"data_dir": home / "store"})) as store:
@@ -76,6 +88,7 @@ def test_a_restored_home_equals_the_old_one(cli: Cli, client: StoreClient, ada: 
     cli.done("agents", "pin", "ada")
     (cli.home / "tokens").mkdir(exist_ok=True)
     (cli.home / "tokens" / "other.token").write_text("secret")
+    left = _killed_while_made(cli.home / "seal.key")
     (cli.home / "seal.key").touch(mode=0o600)
     (cli.home / "seal.key").write_text("6d" * 32)
     (cli.home / "engine").mkdir(exist_ok=True)
@@ -89,12 +102,13 @@ def test_a_restored_home_equals_the_old_one(cli: Cli, client: StoreClient, ada: 
     assert second["bytes"] > first["bytes"]
     assert second["copied_bytes"] < first["copied_bytes"], "blobs that it has are not copied again"
     (cli.home / "seal.key").unlink()
+    left.unlink()
     client.rollback_agent("ada", 2)
     client.delete_agent("ada", force=True)
     restored = new.done("restore", folder, "--json").value
     assert restored["store"]["is_clean"]
     assert (new.home / "tokens" / "other.token").read_text() == "secret"
-    assert not (new.home / "seal.key").exists()
+    assert not [*new.home.glob("*seal.key*")]
     of_engine = [path.name for path in (new.home / "engine").iterdir()]
     assert of_engine == ["returns.json"], "neither its name for leases, nor its machine's speed"
     for path in (folder, *folder.rglob("*"), new.home, *new.home.rglob("*")):

@@ -31,6 +31,8 @@ from kvasir.syncing import sync_directory
 # the engine's name for leases, which no copy may have, and this machine's speed.
 _OF_THIS_ENGINE = ("engine/lease-owner", "engine/restore-costs.json", "engine/restore-costs.json.new")
 _LEFT_OUT = ("run", "logs", "audit", "prove", "store", "seal.key", *_OF_THIS_ENGINE, FILE, f"{FILE}.new")
+# A private file that a kill left before it had its name: the master key, too, begins so.
+_NAMELESS = re.compile(r"(.*/)?\.[^/]+\.new")
 # Of the store: its blobs, whose names never change their bytes; the records of keys; the marks of sealed namespaces.
 _BLOB = re.compile(r"store/namespaces/[0-9a-f]{32}/blobs/[0-9a-f]{2}/([0-9a-f]{64})")
 _OF_STORE = re.compile(rf"{_BLOB.pattern}|store/keys/[0-9a-f]{{32}}(\.copy)?|store/namespaces/[0-9a-f]{{32}}/sealed")
@@ -282,7 +284,8 @@ class _Run:
 
 
 def _is_taken(name: str) -> bool:
-    return not any(name == each or name.startswith(f"{each}/") for each in _LEFT_OUT)
+    is_left_out = any(name == each or name.startswith(f"{each}/") for each in _LEFT_OUT)
+    return not is_left_out and _NAMELESS.fullmatch(name) is None
 
 
 def _is_regular(path: Path) -> bool:
