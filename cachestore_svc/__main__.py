@@ -207,6 +207,8 @@ async def serve(settings: StoreSettings) -> None:
             works["scrub"] = scrub.run
         for name, work in works.items():
             parts.running(while_ours(store.jobs, threads, name, work))
+        if store.is_shared:  # another store may collect for all, and does not know this one's parts
+            parts.running(collect_own_regularly(store, threads, settings.gc_interval_s))
         settle_garbage()
         await edge.run_until_stopped(settings.stop_grace_s)
     _LOG.info("store.stopped")
@@ -302,6 +304,16 @@ async def collect_regularly(store: Store, threads: StoreThreads, interval_s: flo
             _LOG.exception("gc.failed")
         else:
             _LOG.info("gc.done", **asdict(report), agents_expired=expired)
+
+
+async def collect_own_regularly(store: Store, threads: StoreThreads, interval_s: float) -> None:
+    """Collect this store's own parts and asides now and then. A failure is logged and waits for the next time."""
+    while True:
+        await asyncio.sleep(interval_s)
+        try:
+            await threads.run(HOUSE, store.care.collect_own)
+        except Exception:  # noqa: BLE001  as above
+            _LOG.exception("gc.failed")
 
 
 def recover(settings: StoreSettings, namespaces: Sequence[str], as_json: bool) -> int:

@@ -42,6 +42,10 @@ class Care:
         """Mark unreferenced blobs and sweep those that rested a grace period; None: in every namespace."""
         return collecting.collect(self._core, namespace, dry_run)
 
+    def collect_own(self) -> None:
+        """Collect parts and asides of this store, of which others over the catalog do not know."""
+        collecting.collect_own(self._core)
+
     def expire_agents(self, now: ClockReading) -> int:
         """Delete agents unused for longer than they may be; how many. Called regularly, by one thread."""
         return expiring.expire(self._core, now)

@@ -32,6 +32,14 @@ def collect(core: Core, namespace: str | None, dry_run: bool) -> GcReport:
     )
 
 
+def collect_own(core: Core) -> None:
+    """Parts and handed files on this store's disk, and its asides: another store may collect all but these."""
+    for namespace in core.known_namespaces() | core.writers.namespaces():
+        core.writers.drop_parts(namespace, core.now_unix_ms() - core.grace_ms)
+        core.writers.drop_handed(namespace)
+    asides.collect(core)
+
+
 def shorten(core: Core) -> None:
     """Rewrite the journal when most of it is about what is gone. After a failure the next pass tries again. One that is
     damaged stays as it is: it would end at its damage, and a recovery would take it for whole."""
@@ -65,7 +73,8 @@ def make_room(core: Core, namespace: str, wanted_bytes: int, resuming: Digest) -
 def _collect_one(core: Core, namespace: str) -> GcReport:
     swept = _sweep(core, namespace)  # sweep first: what this pass marks rests until another
     core.writers.drop_parts(namespace, core.now_unix_ms() - core.grace_ms)
-    core.writers.drop_handed(namespace)
+    if not core.catalog.is_shared:  # else `collect_own` does, and a file waits for two calls
+        core.writers.drop_handed(namespace)
     if core.blobs.is_shared:
         end_removals(core, namespace)  # of a process that died
     now = core.now_unix_ms()

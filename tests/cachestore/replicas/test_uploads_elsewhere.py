@@ -2,10 +2,15 @@
 
 from pathlib import Path
 
+import grpc
+import pytest
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
+from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.clients import StoreClient
+from kvasir.formats.frames import frames_of
 
 from tests.cachestore.bucket.test_over_s3 import pytestmark  # noqa: F401
+from tests.cachestore.moving.two_stores import eventually
 from tests.cachestore.replicas.processes import Replicas
 from tests.cachestore.service.proxy import proxy_to
 from tests.cachestore.service.running import assert_whole
@@ -40,3 +45,18 @@ def test_an_upload_whose_store_is_killed_goes_on_at_another_one(replicas: Replic
     with replicas.start("a").client() as again:
         assert parts_of(replicas, "a") == []
         assert_whole(again, "ada", turn)
+
+
+def test_an_upload_that_nobody_ends_leaves_nothing_at_either_store(replicas: Replicas) -> None:
+    """One of the two collects garbage for both, and knows nothing of the other's parts."""
+    [(digest, data)] = SyntheticAgent(_LARGE, 1).turn(256).new_blobs.items()
+    [first, *_] = frames_of(digest, data, pb.BLOB_KIND_TENSORS)
+    for name in ("a", "b"):
+        replicas.start(name, "--grace-period-s", "0", "--gc-interval-s", "0.2")
+    for name, home in replicas.homes.items():
+        with StoreClient.connect(home.socket) as client:
+            stub = cachestore_pb2_grpc.CacheStoreServiceStub(client._channel)  # type: ignore[no-untyped-call]
+            with pytest.raises(grpc.RpcError, match="bytes arrived"):
+                list(stub.WriteBlobs(iter([pb.WriteBlobsRequest(frame=first)]), timeout=20))
+            eventually(lambda: client.get_stats().reserved_bytes == 0)
+            assert parts_of(replicas, name) == []
