@@ -22,6 +22,7 @@ from cachestore_svc.store import jobs
 from cachestore_svc.store.aio_store import AioStore
 from cachestore_svc.store.store import Store
 from cachestore_svc.store.threads import StoreThreads
+from cachestore_svc.upkeep.expiring import ClockReading
 from tests.cachestore.core.lab import NS, Lab, assert_restores, publish
 from tests.cachestore.index.test_postgres import add_one, count_of, end_writer
 from tests.cachestore.replicas.conftest import ALIKE
@@ -386,3 +387,16 @@ def test_a_work_ends_where_another_store_took_it(
         assert not going
 
     asyncio.run(live())
+
+
+def test_no_agent_expires_early_where_another_machine_collects_from_now_on(
+    labs: tuple[Lab, Lab], opened: Callable[..., tuple[Store, Store]]
+) -> None:
+    """It has run for longer, and its clock is set ahead."""
+    day, now = 86_400.0, labs[0].clock()
+    a, b = opened(expires_after_s=day)
+    publish(a, "ada", SyntheticAgent(SMALL, 1).turn(30), 0)
+    assert a.care.expire_agents(ClockReading(now, 100.0, "a")) == 0
+    for uptime in (100 * day, 100.9 * day):
+        assert b.care.expire_agents(ClockReading(now + 40 * day, uptime, "b")) == 0
+    assert b.care.expire_agents(ClockReading(now + 40 * day, 101.1 * day, "b")) == 1
