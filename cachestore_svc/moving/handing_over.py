@@ -5,7 +5,8 @@ time counts from when this process first heard of the move.
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 
 from kvasir.errors import FailedPrecondition, PermissionDenied
 
@@ -20,6 +21,15 @@ _Agent = tuple[str, str, str]  # namespace, agent, peer
 _SLOWEST_BYTES_PER_S = 1 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    """The last word about a move. `since_unix_ms`: of the agent's fact, which another store over the catalog renews."""
+
+    since_unix_ms: int
+    at_s: float
+    size_bytes: int
+
+
 class HandingOver:
     def __init__(
         self, store: AioStore, peers: Peers, limits: PeerLimits, *, patience_s: float, steady: Callable[[], float]
@@ -32,8 +42,7 @@ class HandingOver:
         self._limits = limits
         self._patience_s = patience_s
         self._steady = steady
-        self._heard: dict[_Agent, float] = {}
-        self._sizes: dict[_Agent, int] = {}
+        self._heard: dict[_Agent, _Heard] = {}
         self._ordered: Counter[_Agent] = Counter()
 
     @contextlib.contextmanager
@@ -76,8 +85,7 @@ class HandingOver:
         record, known = await self._store.run_once_free(namespace, agent_id, left_s, offer, *about)
         if known.state is OwnerState.MOVING:
             self._limits.began(agent, is_new=is_new)
-            self._heard[agent] = self._steady()
-            self._sizes[agent] = sum(line.total_bytes for line in record.lines)
+            self._heard[agent] = _Heard(known.since_unix_ms, self._steady(), _bytes_of(record))
         return record, known
 
     async def hand_over(self, namespace: str, agent_id: str, peer: str, move_id: str, generation: int) -> None:
@@ -86,7 +94,7 @@ class HandingOver:
         may = self._peers.may(Verb.HAND_OVER, namespace, peer, agent_id)
         self._limits.word(peer)
         await self._store.run(namespace, self._store.moves.hand_over, agent_id, peer, move_id, generation, may)
-        self._forget((namespace, agent_id, peer))
+        self._heard.pop((namespace, agent_id, peer), None)
         self._limits.ended((namespace, agent_id, peer))
 
     async def undo(self, namespace: str, agent_id: str, peer: str, move_id: str) -> None:
@@ -117,19 +125,27 @@ class HandingOver:
         if known.state is not OwnerState.MOVING or not known.peer:
             return
         agent = namespace, agent_id, known.peer
-        heard = self._heard.setdefault(agent, self._steady())
-        self._limits.began(agent, is_new=False)
-        longest_s = 10 * self._patience_s + self._sizes.get(agent, 0) / _SLOWEST_BYTES_PER_S
-        if self._steady() - heard >= self._patience_s or self._limits.lasts_s(agent) >= longest_s:
+        before = self._heard.get(agent)
+        size_bytes = before.size_bytes if before else _bytes_of(await self._store.agent(namespace, agent_id))
+        is_same = before is not None and before.since_unix_ms == known.since_unix_ms
+        heard = before if before and is_same else _Heard(known.since_unix_ms, self._steady(), size_bytes)
+        self._heard[agent] = heard
+        self._limits.began(agent, is_new=before is None)
+        longest_s = 10 * self._patience_s + heard.size_bytes / _SLOWEST_BYTES_PER_S
+        if self._steady() - heard.at_s >= self._patience_s or self._limits.lasts_s(agent) >= longest_s:
             await self._undo(namespace, agent_id, known.peer, known.move_id)
+
+    def forget_all_but(self, moving: Collection[_Agent]) -> None:
+        """Another store over the catalog may have ended the others."""
+        self._heard = {agent: heard for agent, heard in self._heard.items() if agent in moving}
 
     async def _undo(self, namespace: str, agent_id: str, peer: str, move_id: str) -> None:
         undo = self._store.moves.undo
         known = await self._store.run(namespace, undo, agent_id, peer, move_id)
         if known.state is not OwnerState.MOVING:
-            self._forget((namespace, agent_id, peer))
+            self._heard.pop((namespace, agent_id, peer), None)
             self._limits.failed((namespace, agent_id, peer))
 
-    def _forget(self, agent: _Agent) -> None:
-        self._heard.pop(agent, None)
-        self._sizes.pop(agent, None)
+
+def _bytes_of(agent: AgentRecord | None) -> int:
+    return sum(line.total_bytes for line in agent.lines) if agent is not None else 0

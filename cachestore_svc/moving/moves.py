@@ -202,7 +202,11 @@ class Moves:
     async def _unfinished(self) -> dict[tuple[str, frozenset[str]], list[_Unfinished]]:
         """Unfinished moves, by namespace and the peers to be called. Those that need no peer are done first."""
         found: dict[tuple[str, frozenset[str]], list[_Unfinished]] = {}
-        for namespace, agent_id, known in await self._store.threads.run(HOUSE, self._store.owners.unfinished):
+        unfinished = await self._store.threads.run(HOUSE, self._store.owners.unfinished)
+        self._handing_over.forget_all_but(
+            {(namespace, agent_id, known.peer) for namespace, agent_id, known in unfinished}
+        )
+        for namespace, agent_id, known in unfinished:
             try:
                 await self._handing_over.undo_if_silent(namespace, agent_id, known)
             except KvasirError as error:

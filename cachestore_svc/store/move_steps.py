@@ -75,6 +75,9 @@ class MoveSteps:
                 change.update_agent(agent_id, {ownership.FIRST_MOVE: move_id}, None, None)
                 agent = change.get_agent(agent_id, self._core.config.retained_versions)
             self._changes.note(change, namespace, agent_id, known)
+            if known == agent.ownership and known.state is OwnerState.MOVING and self._core.catalog.is_shared:
+                # Another store may look after the move: by this it hears that the peer goes on.
+                change.set_ownership(agent_id, replace(known, since_unix_ms=now))
             return agent, known
 
         return self._leases.taking_back(namespace, agent_id, work, at_once=False)

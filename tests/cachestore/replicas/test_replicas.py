@@ -18,6 +18,10 @@ from kvasir.waits import LOOK_S, SILENCE_S
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import Committed, Event, HeldLease, LeaseWanted
 from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange, CatalogView, open_postgres
+from cachestore_svc.moving.handing_over import HandingOver
+from cachestore_svc.moving.peering.peer_limits import PeerLimits
+from cachestore_svc.moving.peering.peers import Peers
+from cachestore_svc.pairing.peers_file import PeerBook, PeerSettings
 from cachestore_svc.store import jobs
 from cachestore_svc.store.aio_store import AioStore
 from cachestore_svc.store.store import Store
@@ -400,3 +404,44 @@ def test_no_agent_expires_early_where_another_machine_collects_from_now_on(
     for uptime in (100 * day, 100.9 * day):
         assert b.care.expire_agents(ClockReading(now + 40 * day, uptime, "b")) == 0
     assert b.care.expire_agents(ClockReading(now + 40 * day, 101.1 * day, "b")) == 1
+
+
+def test_a_move_whose_peer_reports_to_one_store_is_undone_by_the_other_once_it_is_silent(
+    stores: tuple[Lab, Store, Store],
+) -> None:
+    """The other one may look after the moves of both: it hears of the peer by the agent's row alone."""
+    lab, a, b = stores
+    publish(a, "ada", SyntheticAgent(SMALL, 1).turn(30), 0)
+    entry = PeerSettings(name="studio", address="127.0.0.1:1", gives=("default=move",))
+    peers, steady = Peers(lambda: PeerBook({"studio": entry})), lab.clock.steady
+
+    async def scene() -> None:
+        threads = StoreThreads()
+        one, other = (
+            HandingOver(AioStore(store, threads), peers, PeerLimits(steady), patience_s=30.0, steady=steady)
+            for store in (a, b)
+        )
+
+        async def look() -> bool:
+            unfinished = b.owners.unfinished()
+            other.forget_all_but({(NS, "ada", known.peer) for _, _, known in unfinished})
+            for each in unfinished:
+                await other.undo_if_silent(*each)
+            return b.owners.of(NS, "ada").is_owned
+
+        await one.offer(NS, "ada", "studio", "ab" * 8, 0, None)
+        assert not await look()
+        await one.undo(NS, "ada", "studio", "ab" * 8)
+        assert await look()
+        lab.clock.pass_s(86_400)
+        for _ in range(10):
+            await one.offer(NS, "ada", "studio", "cd" * 8, 1, None)
+            assert not await look()
+            lab.clock.pass_s(5)
+        lab.clock.pass_s(20)
+        assert not await look()
+        lab.clock.pass_s(10)
+        assert await look()
+        threads.close()
+
+    asyncio.run(scene())
