@@ -142,10 +142,8 @@ func movedTo(moved *inferencev1.Moved) *Error {
 }
 
 // cut ends a reply whose stream ended as if it were whole, as a proxy may end it.
-func cut(requestID string) *Error {
-	made := own(codes.Unavailable, commonv1.ErrorReason_ERROR_REASON_STREAM_CUT, "the reply was cut")
-	made.Metadata["request_id"] = requestID
-	return made
+func cut() *Error {
+	return own(codes.Unavailable, commonv1.ErrorReason_ERROR_REASON_STREAM_CUT, "the reply was cut")
 }
 
 func own(code codes.Code, reason commonv1.ErrorReason, message string) *Error {

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"io"
 	"iter"
-	"slices"
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/protobuf/proto"
@@ -123,7 +122,8 @@ func (r *Reply) choice(number int32) (*Choice, error) {
 }
 
 // Generate streams a turn's events: Started, PrefillProgress, Deltas, Finished. Leaving the loop, or ending ctx, cancels the turn.
-// The last pair may have an *Error, whose Metadata have the request_id: ask again with it. After Moved it is TURN_MOVED: see [Client.Resume].
+// The last pair may have an *Error, whose Metadata have the request_id: ask again with it. After Moved it is TURN_MOVED: see [Client.Resume];
+// STREAM_CUT where the stream ended as if it were whole, as a proxy may end it.
 func (c *Client) Generate(ctx context.Context, turn Turn) iter.Seq2[*inferencev1.GenerateResponse, error] {
 	return func(yield func(*inferencev1.GenerateResponse, error) bool) {
 		request, err := turn.request()
@@ -148,16 +148,23 @@ func (c *Client) events(
 ) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	hasBegun := false
+	hasBegun, isLeft, unfinished := false, false, max(int(request.GetSampling().GetN()), 1)
 	noting := func(event *inferencev1.GenerateResponse, err error) bool {
 		hasBegun = true
-		return yield(event, err)
+		if event.GetFinished() != nil {
+			unfinished--
+		}
+		isLeft = !yield(event, err)
+		return !isLeft
 	}
 	err := c.eventsHere(ctx, request, noting)
 	if err != nil && !hasBegun {
 		if holder := c.holder(ctx, AsError(err)); holder != nil {
 			err = holder.eventsHere(ctx, request, noting)
 		}
+	}
+	if err == nil && !isLeft && unfinished > 0 {
+		err = cut()
 	}
 	if err != nil {
 		broken := AsError(err)
@@ -227,9 +234,6 @@ func (c *Client) ownName(ctx context.Context) string {
 // Reply is Generate to its end. After an error the reply has what arrived before it.
 func (c *Client) Reply(ctx context.Context, turn Turn) (*Reply, error) {
 	reply := &Reply{}
-	if turn.RequestID == "" {
-		turn.RequestID = rand.Text()
-	}
 	for event, err := range c.Generate(ctx, turn) {
 		if err == nil {
 			err = reply.Add(event)
@@ -237,10 +241,6 @@ func (c *Client) Reply(ctx context.Context, turn Turn) (*Reply, error) {
 		if err != nil {
 			return reply, err
 		}
-	}
-	ended := slices.DeleteFunc(slices.Clone(reply.Choices), func(choice Choice) bool { return choice.Finished == nil })
-	if len(ended) < max(int(turn.Sampling.GetN()), 1) {
-		return reply, cut(turn.RequestID)
 	}
 	return reply, nil
 }

@@ -32,12 +32,14 @@ def a_turn_that_moves_says_where_its_rest_is(program: Testee, world: World) -> N
         for call in ("reply", "stream"):
             with refusal("UNAVAILABLE", "TURN_MOVED", **where):
                 program.call(call, agent_id="ada", prompt="Hello", request_id="mine")
-        with refusal("UNAVAILABLE", "STREAM_CUT", request_id="mine"):
-            program.call("reply", agent_id="cut", prompt="Hello", request_id="mine")
-        with refusal("UNAVAILABLE", "STREAM_CUT"):  # the first of two has ended
-            program.call("reply", prompt="Hello", n=2)
+            with refusal("UNAVAILABLE", "STREAM_CUT", request_id="mine"):
+                program.call(call, agent_id="cut", prompt="Hello", request_id="mine")
+            with refusal("UNAVAILABLE", "STREAM_CUT"):  # the first of two has ended
+                program.call(call, prompt="Hello", n=2)
         rest = program.call("stream", resume_token=MovingEngine.TOKEN)
         assert (rest["text"], rest["deltas"], rest["is_finished"], rest["version"]) == ("lo", 1, True, 4), rest
+        with refusal("UNAVAILABLE", "STREAM_CUT"):
+            program.call("stream", resume_token=MovingEngine.CUT_TOKEN)
         with refusal("NOT_FOUND", "RESUME_TOKEN_UNKNOWN"):
             program.call("stream", resume_token="x")
 

@@ -90,7 +90,7 @@ class MovingEngine(inference_pb2_grpc.InferenceServiceServicer, cachestore_pb2_g
     """Gives every turn away after "Hel"; whoever comes back with the token gets the rest from it. That of "cut" ends
     there as if it were whole, as a proxy may end it; one of several replies ends behind the first reply's end."""
 
-    PEER, TOKEN = "studio", "the-rest"
+    PEER, TOKEN, CUT_TOKEN = "studio", "the-rest", "a-rest-that-is-cut"
 
     def Generate(self, request: Any, context: Any) -> Iterator[inference_pb2.GenerateResponse]:  # noqa: N802
         event = inference_pb2.GenerateResponse
@@ -103,8 +103,10 @@ class MovingEngine(inference_pb2_grpc.InferenceServiceServicer, cachestore_pb2_g
                 yield event(finished=inference_pb2.Finished(reason=inference_pb2.FINISH_REASON_STOP))
                 return
             yield event(moved=inference_pb2.Moved(peer=self.PEER, resume_token=self.TOKEN))
-        elif request.resume_token == self.TOKEN:
+        elif request.resume_token in (self.TOKEN, self.CUT_TOKEN):
             yield event(delta=inference_pb2.Delta(text="lo"))
+            if request.resume_token == self.CUT_TOKEN:
+                return
             snapshot = inference_pb2.SnapshotOutcome(version=4)
             yield event(finished=inference_pb2.Finished(reason=inference_pb2.FINISH_REASON_STOP, snapshot=snapshot))
         else:

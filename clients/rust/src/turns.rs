@@ -155,8 +155,8 @@ impl Client {
     /// A turn as a stream of events: Started, `PrefillProgress`, Deltas, Finished. Dropping it cancels the turn.
     ///
     /// # Errors
-    /// As Generate's in the contract. The metadata of an error have the `request_id`. After Moved it is `TURN_MOVED`: see
-    /// [`Client::resume`].
+    /// As Generate's in the contract; `STREAM_CUT` if it ended as if it were whole, as a proxy may end it. The metadata of an error
+    /// have the `request_id`. After Moved it is `TURN_MOVED`: see [`Client::resume`].
     pub async fn generate(&self, turn: Turn) -> Result<Events> {
         let mut request = turn.request;
         if request.request_id.is_empty() {
@@ -176,6 +176,7 @@ impl Client {
 
     async fn events(&self, request: pb::GenerateRequest) -> Result<Events> {
         let (deadline, request_id) = (self.long_call(), request.request_id.clone());
+        let unfinished = request.sampling.as_ref().map_or(1, |sampling| sampling.n().max(1));
         let begun = match self.begun(request.clone(), deadline).await {
             Err(refusal) => match self.holder(&refusal).await {
                 Some(holder) => holder.begun(request, deadline).await,
@@ -185,7 +186,7 @@ impl Client {
         };
         let (stream, first) = begun.map_err(|error| error.with_request_id(&request_id))?;
         let deadline = deadline.instant().map(|ends| Box::pin(sleep_until(ends)));
-        Ok(Events { stream: Some(stream), first, moved: None, deadline, request_id })
+        Ok(Events { stream: Some(stream), first, unfinished, moved: None, deadline, request_id })
     }
 
     /// This engine's stream and its first event, in whose place a refusal may come.
@@ -225,18 +226,12 @@ impl Client {
     /// [`Client::generate`] to its end.
     ///
     /// # Errors
-    /// As Generate's in the contract; `STREAM_CUT` if it ended as if it were whole, as a proxy may end it. What arrived before is
-    /// lost with the reply, not with the events.
+    /// As [`Client::generate`]'s. What arrived before is lost with the reply, not with the events.
     pub async fn reply(&self, turn: Turn) -> Result<Reply> {
-        let wanted = turn.request.sampling.as_ref().map_or(1, |sampling| sampling.n().max(1));
         let mut events = self.generate(turn).await?;
         let mut reply = Reply::default();
         while let Some(event) = events.next().await {
             reply.add(event?)?;
-        }
-        let ended = reply.choices.iter().filter(|choice| choice.finished.is_some()).count();
-        if i32::try_from(ended).is_ok_and(|ended| ended < wanted) {
-            return Err(Error::cut().with_request_id(&events.request_id));
         }
         Ok(reply)
     }
@@ -340,6 +335,8 @@ pub struct Events {
     // None: it has ended.
     stream: Option<Streaming<pb::GenerateResponse>>,
     first: Option<Event>,
+    // Choices whose end has not come.
+    unfinished: i32,
     // Told already; the next poll is the error that says where the rest is.
     moved: Option<pb::Moved>,
     deadline: Option<Pin<Box<Sleep>>>,
@@ -366,7 +363,7 @@ impl Events {
                 // An event of a newer contract.
                 Poll::Ready(Some(Ok(pb::GenerateResponse { event: None }))) => {}
                 Poll::Ready(Some(Err(status))) => return Poll::Ready(Some(Err(status.into()))),
-                Poll::Ready(None) => return Poll::Ready(None),
+                Poll::Ready(None) => return Poll::Ready((self.unfinished > 0).then(|| Err(Error::cut()))),
                 Poll::Pending => break,
             }
         }
@@ -385,6 +382,7 @@ impl Stream for Events {
         match &polled {
             Poll::Ready(None | Some(Err(_))) => self.stream = None,
             Poll::Ready(Some(Ok(Event::Moved(moved)))) => self.moved = Some(moved.clone()),
+            Poll::Ready(Some(Ok(Event::Finished(_)))) => self.unfinished -= 1,
             _ => {}
         }
         polled.map_err(|error| error.with_request_id(&self.request_id))

@@ -1,5 +1,4 @@
 /** The client: turns of an engine, and agents of its store. */
-import { randomUUID } from "node:crypto";
 import type { Client as Stub } from "@connectrpc/connect";
 import type { MessageInitShape } from "@bufbuild/protobuf";
 import type {
@@ -73,7 +72,8 @@ export class Client {
 
   /**
    * Streams a turn's events: started, prefillProgress, deltas, finished. Leaving the loop, or the signal, cancels the turn. The error
-   * of a broken turn has its request_id in the metadata: ask again with it. After "moved" it is TURN_MOVED: see resume.
+   * of a broken turn has its request_id in the metadata: ask again with it. After "moved" it is TURN_MOVED: see resume; where the stream
+   * ended before its last "finished", STREAM_CUT.
    */
   async *generate(turn: Turn, options: CallOptions = {}): AsyncGenerator<GenerateEvent, void, undefined> {
     const request = generateRequest(turn);
@@ -114,10 +114,13 @@ export class Client {
   async *#eventsHere(
     request: MessageInitShape<typeof GenerateRequestSchema>, options: CallOptions,
   ): AsyncGenerator<GenerateEvent, void, undefined> {
+    let unfinished = Math.max(request.sampling?.n ?? 1, 1);
     for await (const { event } of streamed(options, (given) => this.engine.generate(request, given))) {
+      if (event.case === "finished") unfinished--;
       if (event.case !== undefined) yield event;
       if (event.case === "moved") throw movedTo(event.value);
     }
+    if (unfinished > 0) throw cut();
   }
 
   /** The engine that has the agent of a refused turn, if it is known here and answers. */
@@ -140,10 +143,7 @@ export class Client {
   /** As generate, to its end. */
   async reply(turn: Turn, options: CallOptions = {}): Promise<Reply> {
     const reply = new Reply();
-    const requestId = turn.requestId ?? randomUUID();
-    for await (const event of this.generate({ ...turn, requestId }, options)) reply.add(event);
-    const ended = reply.choices.filter((choice) => choice.finished !== undefined);
-    if (ended.length < (turn.sampling?.n ?? 1)) throw cut(requestId);
+    for await (const event of this.generate(turn, options)) reply.add(event);
     return reply;
   }
 

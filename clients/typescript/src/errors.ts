@@ -91,8 +91,8 @@ export function movedTo({ peer, resumeToken }: Moved): KvasirError {
 }
 
 /** The end of a reply whose stream ended as if it were whole, as a proxy may end it. */
-export function cut(requestId: string): KvasirError {
-  return new KvasirError("UNAVAILABLE", "the reply was cut", { reasonName: "STREAM_CUT", metadata: { request_id: requestId } });
+export function cut(): KvasirError {
+  return new KvasirError("UNAVAILABLE", "the reply was cut", { reasonName: "STREAM_CUT" });
 }
 
 /** This client's own refusal of an argument. */

@@ -34,7 +34,6 @@ import org.kvasir.inference.v1.CancelTurnRequest;
 import org.kvasir.inference.v1.CountTokensRequest;
 import org.kvasir.inference.v1.EmbedRequest;
 import org.kvasir.inference.v1.EmbedResponse;
-import org.kvasir.inference.v1.FinishReason;
 import org.kvasir.inference.v1.Finished;
 import org.kvasir.inference.v1.GenerateRequest;
 import org.kvasir.inference.v1.GetCapabilitiesRequest;
@@ -135,7 +134,7 @@ public final class Client implements AutoCloseable {
   private Events events(GenerateRequest request) {
     Deadline ends = everyCall == null ? null : Deadline.after(everyCall.toNanos(), TimeUnit.NANOSECONDS);
     return new Events(
-        request.getRequestId(),
+        request,
         () -> engine().withDeadline(ends).generate(request),
         refusal -> holder(refusal).map(holder -> () -> holder.engine().withDeadline(ends).generate(request)));
   }
@@ -167,11 +166,6 @@ public final class Client implements AutoCloseable {
     Reply reply = new Reply();
     try (Events events = generate(turn)) {
       events.forEachRemaining(reply::add);
-      for (int choice = 0; choice < Math.max(turn.getSampling().getN(), 1); choice++) {
-        if (reply.finished(choice).getReason() == FinishReason.FINISH_REASON_UNSPECIFIED) {
-          throw events.cut();
-        }
-      }
     }
     return reply;
   }

@@ -3,14 +3,17 @@ package org.kvasir.client;
 
 import io.grpc.StatusRuntimeException;
 import java.util.Iterator;
+import java.util.NoSuchElementException;
 import java.util.Optional;
 import java.util.function.Function;
 import java.util.function.Supplier;
+import org.kvasir.inference.v1.GenerateRequest;
 import org.kvasir.inference.v1.GenerateResponse;
 import org.kvasir.inference.v1.Moved;
 
 /**
- * Ends after the last choice's Finished, or with a {@link KvasirException}; after Moved it is TURN_MOVED: see {@link Client#resume}.
+ * Ends after the last choice's Finished, or with a {@link KvasirException}; after Moved it is TURN_MOVED: see {@link Client#resume}; if the stream
+ * ended before, STREAM_CUT.
  * To close it earlier cancels the turn.
  */
 public final class Events implements Iterator<GenerateResponse>, AutoCloseable {
@@ -18,13 +21,15 @@ public final class Events implements Iterator<GenerateResponse>, AutoCloseable {
   private final String requestId;
   private Function<KvasirException, Optional<Supplier<Iterator<GenerateResponse>>>> elsewhere; // null: the turn has its engine
   private Moved moved; // told already: the rest is elsewhere
+  private int unfinished; // choices whose end has not come
 
   /** {@code elsewhere}: the call to make instead, if the turn is refused so before it begins. */
   Events(
-      String requestId,
+      GenerateRequest request,
       Supplier<Iterator<GenerateResponse>> generate,
       Function<KvasirException, Optional<Supplier<Iterator<GenerateResponse>>>> elsewhere) {
-    this.requestId = requestId;
+    this.requestId = request.getRequestId();
+    this.unfinished = Math.max(request.getSampling().getN(), 1);
     this.elsewhere = elsewhere;
     this.events = new Pieces<>(generate);
   }
@@ -32,14 +37,21 @@ public final class Events implements Iterator<GenerateResponse>, AutoCloseable {
   @Override
   public boolean hasNext() {
     checkNotMoved();
-    return typed(() -> events.hasNext());
+    boolean hasNext = typed(() -> events.hasNext());
+    if (!hasNext && unfinished > 0) {
+      throw KvasirException.cut().withRequestId(requestId);
+    }
+    return hasNext;
   }
 
   @Override
   public GenerateResponse next() {
-    checkNotMoved();
-    GenerateResponse event = typed(() -> events.next());
+    if (!hasNext()) {
+      throw new NoSuchElementException();
+    }
+    GenerateResponse event = events.next();
     elsewhere = null;
+    unfinished -= event.hasFinished() ? 1 : 0;
     moved = event.hasMoved() ? event.getMoved() : null;
     return event;
   }
@@ -47,10 +59,6 @@ public final class Events implements Iterator<GenerateResponse>, AutoCloseable {
   @Override
   public void close() {
     events.close();
-  }
-
-  KvasirException cut() {
-    return KvasirException.cut().withRequestId(requestId);
   }
 
   private void checkNotMoved() {
