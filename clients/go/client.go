@@ -67,7 +67,7 @@ type Client struct {
 }
 
 type settings struct {
-	token   string
+	token   *string
 	tls     *tls.Config
 	timeout time.Duration
 }
@@ -75,8 +75,9 @@ type settings struct {
 // Option changes how a client connects.
 type Option func(*settings)
 
-// WithToken shows the token of a credential with every call. On a Unix socket its owner needs none.
-func WithToken(token string) Option { return func(s *settings) { s.token = token } }
+// WithToken shows the token of a credential with every call. On a Unix socket its owner needs none. An empty token is refused: a
+// call without one is the owner's there.
+func WithToken(token string) Option { return func(s *settings) { s.token = &token } }
 
 // WithTLS encrypts the connection; beyond this machine it must be given. RootCAs may be the server's own certificate, which pins
 // it; Certificates are the client's own, for a server that asks.
@@ -115,11 +116,11 @@ func Dial(address string, options ...Option) (*Client, error) {
 			MinConnectTimeout: 2 * time.Second,
 		}),
 	}
-	if given.token != "" {
-		if !isToken(given.token) {
+	if given.token != nil {
+		if !isToken(*given.token) {
 			return nil, refused(codes.Unauthenticated, "token", "expected printable ASCII without spaces")
 		}
-		dialing = append(dialing, grpc.WithPerRPCCredentials(bearer(given.token)))
+		dialing = append(dialing, grpc.WithPerRPCCredentials(bearer(*given.token)))
 	}
 	conn, err := grpc.NewClient(address, dialing...)
 	if err != nil {
@@ -175,5 +176,5 @@ func isToken(text string) bool {
 			return false
 		}
 	}
-	return true
+	return text != ""
 }

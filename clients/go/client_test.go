@@ -30,8 +30,11 @@ func TestAddressesThatAreRefused(t *testing.T) {
 			t.Errorf("%q: %v", address, err)
 		}
 	}
-	if _, err := Dial("localhost:50051", WithToken("two words")); AsError(err).Code != codes.Unauthenticated {
-		t.Errorf("%v", err)
+	for _, token := range []string{"two words", ""} {
+		client, err := Dial("unix:/tmp/x.sock", WithToken(token))
+		if found := AsError(err); client != nil || found == nil || found.Code != codes.Unauthenticated {
+			t.Errorf("%q: %v", token, err)
+		}
 	}
 }
 

@@ -50,6 +50,9 @@ def addresses_that_are_refused_by_the_client_itself(program: Testee, world: AnyW
     for address in ("192.0.2.1:443", "127.example.com:443"):
         with refusal("INVALID_ARGUMENT", "INVALID_FIELD", "tls"):
             program.call("connect", address=address)
+    for token in ("", "two words"):  # on a Unix socket a call without a token is the owner's
+        with refusal("UNAUTHENTICATED", "NO_CREDENTIAL"):
+            program.call("connect", address="127.0.0.1:1", token=token)
 
 
 def tls_and_a_token_at_the_store(program: Testee, world: World) -> None:

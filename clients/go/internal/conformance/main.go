@@ -28,7 +28,7 @@ type call struct {
 	Call            string   `json:"call"`
 	TimeoutS        float64  `json:"timeout_s"`
 	Address         string   `json:"address"`
-	Token           string   `json:"token"`
+	Token           *string  `json:"token"`
 	CAFile          string   `json:"ca_file"`
 	ServerName      string   `json:"server_name"`
 	AgentID         string   `json:"agent_id"`
@@ -120,8 +120,8 @@ func (p *program) connect(_ context.Context, told call) (values, error) {
 		p.client.Close()
 	}
 	var options []kvasir.Option
-	if told.Token != "" {
-		options = append(options, kvasir.WithToken(told.Token))
+	if told.Token != nil {
+		options = append(options, kvasir.WithToken(*told.Token))
 	}
 	if told.CAFile != "" {
 		pem, err := os.ReadFile(told.CAFile)

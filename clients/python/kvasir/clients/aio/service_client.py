@@ -34,7 +34,7 @@ class AioServiceClient:
         self._channel = channel
         self._owns_channel = True
         self._stub = stub
-        self._metadata: Metadata = bearer(token) if token else ()
+        self._metadata: Metadata = () if token is None else bearer(token)
         self._timeout_s = timeout_s
 
     def with_token(self, token: str) -> Self:
