@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 from kvasir.address import parse_address
+from kvasir.cli.running import checks
 from kvasir.cli.running.home import Home
 from kvasir.cli.running.own_credentials import make_credentials
 from kvasir.cli.running.plan import Plan
 from kvasir.cli.running.supervisor import NotStartedError
 from kvasir.credentials import read_credentials, read_token
+from kvasir.errors import FailedPrecondition
 
 from inference_svc.model import kvasir_tiny
 from tests.cli.certificates import make_certificate
@@ -153,6 +155,25 @@ def test_what_is_in_use_is_said_before_anything_starts() -> None:
     assert refused.code == 4
     assert not list((home / "logs").iterdir())
     shutil.rmtree(home)
+
+
+@pytest.mark.parametrize("platform", ["darwin", "linux"])
+def test_an_address_of_a_program_that_listens_on_all_is_taken(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS binds 127.0.0.1 beside it, as this socket, which only seems to."""
+
+    class Beside(socket.socket):
+        def bind(self, address: object) -> None:
+            if platform == "linux":
+                super().bind(address)
+
+    monkeypatch.setattr("sys.platform", platform)
+    with socket.create_server(("0.0.0.0", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        monkeypatch.setattr(checks.socket, "socket", Beside)
+        with pytest.raises(FailedPrecondition, match="stop what is there") as refused:
+            checks.check_free(address, "--http")
+        assert refused.value.reason == "ADDRESS_IN_USE"
+    checks.check_free(address, "--http")
 
 
 @pytest.mark.parametrize("is_taken", [True, False])

@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import ssl
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -254,8 +255,19 @@ def check_free(text: str, option: str) -> None:
         try:
             probe.bind((address.host, address.port))
         except OSError as error:
-            what = f"{option}: cannot listen on {text}: {error.strerror}; stop what is there or choose another port"
-            raise FailedPrecondition(what, reason="ADDRESS_IN_USE", field=_field(option)) from None
+            raise _address_in_use(text, option, error.strerror) from None
+    if sys.platform != "darwin":
+        return
+    # It binds there beside a program that listens on all addresses, and would take its local callers.
+    with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as probe, contextlib.suppress(OSError):
+        probe.settimeout(1.0)
+        probe.connect((address.host, address.port))
+        raise _address_in_use(text, option, "a program answers there")
+
+
+def _address_in_use(text: str, option: str, why: str | None) -> FailedPrecondition:
+    what = f"{option}: cannot listen on {text}: {why}; stop what is there or choose another port"
+    return FailedPrecondition(what, reason="ADDRESS_IN_USE", field=_field(option))
 
 
 def is_free(text: str, option: str) -> bool:
