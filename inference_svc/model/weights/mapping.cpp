@@ -120,6 +120,7 @@ void* kvasir_map(int file, size_t bytes, bool is_read_ahead) {
     auto mapping = Mapping::of(file, bytes, is_read_ahead);
     if (!mapping) return nullptr;
     mx::allocator::Data data(mapping->buffer(), [mapping](Buffer) {});
+    if (data.is_owned()) return nullptr;  // MLX would write results over it
     return new mx::array(std::move(data), mx::Shape{1}, mx::uint8);
   } catch (const std::exception&) {
     return nullptr;
