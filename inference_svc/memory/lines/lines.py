@@ -89,6 +89,7 @@ class Lines:
         for agent_id, line in list(self._lines.items()):
             if not line.is_used and agent_id not in hot:
                 del self._lines[agent_id]
+                line.publications.close()  # nothing is hot that could be tried again
                 line.lease.give_back()
             elif line.lease.held is not None:
                 kept[agent_id] = line.lease.held

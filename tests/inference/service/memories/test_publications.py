@@ -446,3 +446,21 @@ def test_a_memory_whose_copy_for_another_try_is_late_waits_for_none_that_waits_f
         assert not await again
 
     run(scenario)
+
+
+def test_a_line_that_is_forgotten_leaves_no_try_that_waits_for_its_store() -> None:
+    """Whoever waits holds the engine, and with it a model that is to go."""
+
+    async def scenario() -> None:
+        house, memory = House(timeout_s=0.05), remembered("one", NO_HEAD)
+        house.engine.hot = SimpleNamespace(tag=memory)
+        house.store.up.clear()
+        before = asyncio.all_tasks()
+        assert (await house.publish(memory)).state is SnapshotState.FAILED
+        assert len(asyncio.all_tasks() - before) == 1, "it is tried again"
+        house.engine.hot = None  # others wanted its room
+        await house.lines.beat()
+        await asyncio.sleep(0.01)
+        assert asyncio.all_tasks() == before
+
+    run(scenario)
