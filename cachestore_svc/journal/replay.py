@@ -9,7 +9,7 @@ database. So changes that were written by one database can be applied to another
     ["version", namespace, agent, kv_identity_hash, version, parent_version, manifest hash, manifest size, origin,
         origin_detail, created_unix_ms, fingerprint of what the manifest holds]
     ["drop", namespace, agent, kv_identity_hash, version]
-    ["brought", namespace, blob hash, 1 or 0]
+    ["brought", namespace, blob hash, its mark: 0, 1, or 2 of a manifest whose text is its agent's own]
     ["owner", namespace, agent, state, generation, peer, move_id, since_unix_ms, was_owned, tells, had_by]
 """
 
@@ -46,7 +46,11 @@ class Namespace:
 
     agents: dict[str, Agent] = field(default_factory=dict)
     brought: set[str] = field(default_factory=set)
+    own_texts: set[str] = field(default_factory=set)  # of `brought`; a journal that was shortened before has none
     owners: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # by agent, also of those that are gone
+
+    def mark_of(self, hash_: str) -> int:
+        return 2 if hash_ in self.own_texts else int(hash_ in self.brought)
 
 
 State = dict[str, Namespace]
@@ -75,6 +79,7 @@ def apply(state: State, change: Change) -> None:
         space.owners[agent] = (*facts, None)[:_OWNER_FACTS]
     elif kind == "brought":
         (space.brought.add if rest[1] else space.brought.discard)(rest[0])
+        (space.own_texts.add if rest[1] > 1 else space.own_texts.discard)(rest[0])
     else:
         raise ValueError(f"a change of kind {kind!r} is unknown")
 
@@ -82,7 +87,7 @@ def apply(state: State, change: Change) -> None:
 def changes_of(state: State) -> Iterator[Change]:
     for name, space in state.items():
         for hash_ in sorted(space.brought):
-            yield ["brought", name, hash_, 1]
+            yield ["brought", name, hash_, space.mark_of(hash_)]
         for agent_name, facts in space.owners.items():
             yield ["owner", name, agent_name, *facts]
         for agent_name, agent in space.agents.items():

@@ -136,7 +136,7 @@ class _Recovery:
         state.agents = {agent: facts for agent, facts in state.agents.items() if facts.versions}
         if not is_whole:
             # Provenance is lost, so every blob counts as imported.
-            state.brought = {digest.hash for digest in (*space.manifests, *space.named)}
+            state.brought, state.own_texts = {digest.hash for digest in (*space.manifests, *space.named)}, set()
             # Ownership is lost, too: an agent stays read-only until a peer confirms its owner. Agents that this
             # recovery named belong to this store.
             held = {agent: _held(state.owners.get(agent), self._now) for agent in known & state.agents.keys()}
@@ -216,8 +216,8 @@ class _Recovery:
         for digest, _ in batch:
             if digest in space.damaged:
                 change.set_damaged(digest, True)
-            if digest.hash in space.state.brought:
-                change.apply_changes(_cannot_read, [["brought", space.name, digest.hash, 1]])
+            if mark := space.state.mark_of(digest.hash):
+                change.apply_changes(_cannot_read, [["brought", space.name, digest.hash, mark]])
 
     def _hold_versions(self, catalog: SqliteCatalog, space: _RebuiltNamespace) -> None:
         for batch in _batches(list(_versions_of(space.state))):

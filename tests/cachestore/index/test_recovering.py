@@ -12,7 +12,7 @@ import pytest
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import Conflict, DataLoss, FailedPrecondition, NotFound, Unavailable
 
-from cachestore_svc.facts.records import LeaseToken
+from cachestore_svc.facts.records import LeaseToken, Origin
 from cachestore_svc.index.values import CommitTerms
 from tests.cachestore.core.lab import NS, Chance, Lab, damaged, publish, upload
 from tests.cachestore.index.lives import (
@@ -175,6 +175,27 @@ def test_a_damaged_journal_and_an_old_index_tell_together_what_each_still_can(li
             found = store.snapshots.get(namespace, each.agent_id, each.kv_identity_hash, each.version)
             assert found.manifest == each.manifest
         assert store.care.check().is_clean
+
+
+@pytest.mark.parametrize("is_shortened", [False, True])
+def test_a_text_that_is_its_agents_own_behind_a_move_comes_back_so(
+    lab: Lab, is_shortened: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = SyntheticAgent(SMALL, 1)
+    with lab.open() as store:
+        for parent, terms in enumerate((CommitTerms(origin=Origin.MOVE, is_text_own=True), CommitTerms())):
+            content = agent.turn(300)
+            upload(store, content)
+            made = store.snapshots.commit(NS, "ada", content.manifest_digest, parent, terms)
+            assert (made.is_brought, made.is_text_own) == (True, True)
+        if is_shortened:
+            monkeypatch.setattr("cachestore_svc.journal.journal.Journal.is_long", True)
+            store.care.collect_garbage()
+        before = told(store)
+    remove_database(lab.root)
+    assert recovered(lab).is_complete
+    with lab.open() as store:
+        assert told(store) == before
 
 
 def test_nothing_comes_back_bound_behind_a_block_of_other_bytes(lab: Lab) -> None:

@@ -13,6 +13,7 @@ from cachestore_svc.index.refusals import index_damaged
 from cachestore_svc.index.sqlite.database.failures import NO_TEXT
 from cachestore_svc.index.sqlite.database.migrations import MIGRATIONS
 from cachestore_svc.index.sqlite.events import fact, set_fact
+from cachestore_svc.index.sqlite.provenance import TEXT_OWN
 from cachestore_svc.index.sqlite.rows import Rows
 from cachestore_svc.journal.journal_lines import Position
 from cachestore_svc.journal.replay import Agent, Namespace, State, Version
@@ -155,11 +156,13 @@ def _read_anyway(rows: Rows, work: Callable[[Rows], _Answer]) -> _Answer:
 
 def _add_marks(rows: Rows, found_state: State) -> None:
     if has_marks(rows):
-        for namespace, hash_ in rows.all(
-            """SELECT namespaces.name, blobs.hash FROM blobs NOT INDEXED JOIN namespaces NOT INDEXED
+        for namespace, hash_, mark in rows.all(
+            """SELECT namespaces.name, blobs.hash, is_brought FROM blobs NOT INDEXED JOIN namespaces NOT INDEXED
                 ON namespaces.id = blobs.namespace_id WHERE is_brought"""
         ):
             found_state[namespace].brought.add(hash_)
+            if mark == TEXT_OWN:
+                found_state[namespace].own_texts.add(hash_)
 
 
 def _add_owners(rows: Rows, found_state: State) -> None:
