@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -120,6 +120,19 @@ def test_a_longer_cache_takes_the_place_of_its_beginning_and_the_oldest_go(store
             caches.insert_cache(_TINY, [first, *_PROMPT], _computed([first, *_PROMPT]))
         caches.close()
         assert [agent.lines[0].token_count for agent in client.list_agents().agents] == [301, 301]
+
+
+def test_a_clock_that_was_set_back_drops_no_new_cache(store: RunningStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter(range(2_000_000_000, 0, -86_400))
+    monkeypatch.setattr(stored_caches, "PromptCaches", partial(PromptCaches, clock=lambda: next(seconds)))
+    with _caches(store.address, keep=2) as caches, store.client() as client:
+        for first in (1, 2, 3):
+            caches.insert_cache(_TINY, [first, *_PROMPT], _computed([first, *_PROMPT]))
+        caches.close()
+        assert len(client.list_agents().agents) == 2
+        model = caches._models[_TINY]
+        assert model is not None
+        assert [each.tokens[0] for each in model._known.values()] == [2, 3]
 
 
 @pytest.mark.long(2)

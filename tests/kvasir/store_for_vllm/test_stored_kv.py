@@ -15,6 +15,7 @@ from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.clients import StoreClient
 from kvasir.errors import DataLoss, FailedPrecondition, InvalidArgument, Unavailable
+from kvasir.formats.block_hash import chain_hashes
 from kvasir.formats.digest import Digest
 from kvasir.store_for_vllm import stored_kv
 from kvasir.store_for_vllm.reading import Load, Read, Reading
@@ -96,6 +97,15 @@ def test_the_oldest_of_too_many_go_those_of_earlier_processes_first(client: Stor
     after.save(_tokens(7, 1), _blocks(7, 0))
     assert len(client.list_agents().agents) == 2
     assert _read(after, _tokens(7, 1)) == _blocks(7, 0)
+
+
+def test_a_clock_that_was_set_back_drops_no_new_prompt(client: StoreClient) -> None:
+    seconds = iter(range(2_000_000_000, 0, -86_400))
+    kv = StoredKv(client, "back", _LAYERS, keep=2, clock=lambda: next(seconds))
+    for seed in (31, 32, 33):
+        kv.save(_tokens(seed, 1), _blocks(seed, 0))
+    newest = [kv._prefix + chain_hashes(kv._hash, _tokens(seed, 1))[-1][:32] for seed in (32, 33)]
+    assert {agent.agent_id for agent in client.list_agents().agents} == {*newest}
 
 
 def test_of_many_prompts_of_earlier_processes_few_go_at_once_and_few_are_known(client: StoreClient) -> None:

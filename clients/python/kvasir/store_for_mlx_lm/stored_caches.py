@@ -105,6 +105,7 @@ class _StoredOfModel:
         self._steady = steady
         self._next_call_s = 0.0
         self._prefix = f"mlx-lm/{caches.weights_digest[:16]}/"
+        # The oldest first, by no clock: one that was set back would drop new ones.
         self._known: dict[str, KeptCache] = {}
         self._older: Iterator[str] = iter(())  # caches that an earlier server left, and that are too many
         self._is_listed = False
@@ -138,7 +139,7 @@ class _StoredOfModel:
         if not self._is_listed:
             with _warning("stored prompt caches are not known"), self._leaving_alone():
                 newest, self._older = self._caches.newest(self._prefix, self._keep)
-                self._known |= {each.name: each for each in newest}
+                self._known = {each.name: each for each in reversed(newest)} | self._known
                 self._is_listed = True
                 _LOG.info("%d prompt caches are stored", len(self._known))
 
@@ -186,9 +187,10 @@ class _StoredOfModel:
         for each in list(self._known.values()):
             if new.is_trimmable and each.name != name and tokens[: len(each.tokens)] == each.tokens:
                 self._forget(each.name)
+        self._known.pop(name, None)
         self._known[name] = new
-        for each in sorted(self._known.values(), key=lambda each: -each.created_unix_ms)[self._keep :]:
-            self._forget(each.name)
+        for oldest in list(self._known)[: -self._keep]:
+            self._forget(oldest)
         for older in islice(self._older, FORGOTTEN_AT_ONCE):
             if older not in self._known:
                 self._forget(older)

@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.clients import StoreClient
-from kvasir.clients.newest_agents import FORGOTTEN_AT_ONCE, newest_agents, stored_unix_ms
+from kvasir.clients.newest_agents import FORGOTTEN_AT_ONCE, newest_agents
 from kvasir.errors import Conflict, DataLoss, FailedPrecondition, InvalidArgument, NotFound
 from kvasir.formats import block_file, manifest
 from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain, chain_hashes, kv_identity_hash
@@ -31,7 +31,6 @@ class _Kept:
     """A prompt in the store: the chain hashes of its blocks, none if another process stored it."""
 
     chain: tuple[str, ...]
-    created_unix_ms: int
 
 
 class StoredKv:
@@ -60,7 +59,8 @@ class StoredKv:
         self._namespace: str | None = None
         # Of blocks that the store has had, by chain hash, those used last; it finds any other.
         self._digests: OrderedDict[str, Digest] = OrderedDict()
-        self._kept: dict[str, _Kept] | None = None  # by name
+        # By name, the oldest first, by no clock: one that was set back would drop new ones.
+        self._kept: dict[str, _Kept] | None = None
         self._older: Iterator[str] = iter(())  # prompts that earlier processes left, and that are too many
 
     def find(self, tokens: Sequence[int], timeout_s: float | None = None) -> Sequence[Digest]:
@@ -135,18 +135,18 @@ class StoredKv:
         name = self._prefix + chain[-1][:32]
         with suppress(Conflict):  # another process stored these very tokens
             self._store.commit(name, self._store.put_manifest(data), 0)
-        self._forget_others(name, _Kept(chain, now))
+        self._forget_others(name, _Kept(chain))
 
     def _forget_others(self, name: str, new: _Kept) -> None:
         """Those that the new prompt has whole, and the oldest of too many. Shared blocks stay."""
         if self._kept is None:
             newest, self._older = newest_agents(self._store, self._prefix, self._keep)
-            self._kept = {each.agent_id: _Kept((), stored_unix_ms(each)) for each in newest}
+            self._kept = {each.agent_id: _Kept(()) for each in reversed(newest)}
         begun = [each for each, kept in self._kept.items() if kept.chain and kept.chain == new.chain[: len(kept.chain)]]
+        self._kept.pop(name, None)
         self._kept[name] = new
-        oldest_first = sorted(self._kept, key=lambda each: self._kept[each].created_unix_ms if self._kept else 0)
         older = {*islice(self._older, FORGOTTEN_AT_ONCE)} - self._kept.keys()
-        for each in {*begun, *oldest_first[: -self._keep], *older} - {name}:
+        for each in {*begun, *list(self._kept)[: -self._keep], *older} - {name}:
             try:
                 self._store.delete_agent(each)
             except FailedPrecondition as refused:  # pinned, or amid a move: tried again with the next prompts
