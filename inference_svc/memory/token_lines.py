@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from blake3 import blake3
 from kvasir import expires_after
-from kvasir.errors import KvasirError
+from kvasir.errors import FailedPrecondition, KvasirError, NotFound
 from kvasir.waits import PAUSE_S
 
 from inference_svc.engine.engine import Engine
@@ -76,10 +76,11 @@ class TokenLines:
                 agents = await _agents(store)
                 self._known[namespace] = {_opening_of(name): name for _, name, _ in agents}
                 for place, (_, name, expires) in enumerate(agents):
-                    if place < len(agents) - _MAX_KEPT:
-                        await client.delete_agent(name)
-                    elif not expires:
-                        await client.update_agent(name, labels={expires_after.LABEL: _UNUSED_FOR})
+                    with contextlib.suppress(FailedPrecondition, NotFound):  # one that is pinned, or moved away, stays
+                        if place < len(agents) - _MAX_KEPT:
+                            await client.delete_agent(name)
+                        elif not expires:
+                            await client.update_agent(name, labels={expires_after.LABEL: _UNUSED_FOR})
 
 
 async def _agents(store: RemoteCache) -> list[tuple[int, str, bool]]:

@@ -57,3 +57,14 @@ def test_a_clock_that_is_set_deletes_no_line_and_too_many_go(
     assert _learned(lines, store) == dict.fromkeys(names, "7d")  # now and then, not each time
     now_ms[0] -= 800 * _DAY_MS  # nor is a clock waited for that was set back
     assert _learned(lines, store) == dict.fromkeys(names[1:], "7d")
+
+
+def test_a_line_that_cannot_go_keeps_no_other_one(store: RunningStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"{PREFIX}9-{number:024}/a" for number in range(4)]
+    with store.client() as client:
+        for name in names:
+            publish(client, name, SyntheticAgent().turn(9), 0)
+        client.update_agent(names[0], is_pinned=True)
+    monkeypatch.setattr(token_lines, "_MAX_KEPT", 2)
+    lines = TokenLines({}, new_name=lambda: "new", now_ms=lambda: 0)
+    assert _learned(lines, store) == {names[0]: "", names[2]: "7d", names[3]: "7d"}
