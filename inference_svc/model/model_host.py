@@ -213,15 +213,7 @@ class ModelHost(Generic[ServedT]):
     async def _unload(self, drop_unstored: bool) -> MemoriesLeft:
         if self.served is None:
             return MemoriesLeft()
-        left = await self.served.retire()
-        if left.unstored and not drop_unstored:
-            self.served.stay()
-            raise FailedPrecondition(
-                f"{left.unstored} hot memories are not in the store and would be lost; try again when the store "
-                "answers, or set drop_unstored",
-                reason="MEMORIES_NOT_STORED",
-                metadata={"unstored": str(left.unstored)},
-            )
+        left = await self._retired(self.served, drop_unstored)
         served, name = self.served, self.loaded
         self.served, self.loaded = None, ""
         await served.close()
@@ -231,6 +223,22 @@ class ModelHost(Generic[ServedT]):
         facts = {"stored": left.stored, "dropped": left.unstored, "left_bytes": device_memory.active_bytes()}
         log = _LOG.error if left.unstored else _LOG.info  # `kvasir down` reads it, at every log level
         log("model.unloaded", model=name, **facts)
+        return left
+
+    async def _retired(self, served: ServedT, drop_unstored: bool) -> MemoriesLeft:
+        """Raises FailedPrecondition (MEMORIES_NOT_STORED): it goes on serving, as after any error."""
+        try:
+            left = await served.retire()
+            if left.unstored and not drop_unstored:
+                raise FailedPrecondition(
+                    f"{left.unstored} hot memories are not in the store and would be lost; try again when the store "
+                    "answers, or set drop_unstored",
+                    reason="MEMORIES_NOT_STORED",
+                    metadata={"unstored": str(left.unstored)},
+                )
+        except BaseException:
+            served.stay()
+            raise
         return left
 
     async def _open_as(self, name: str) -> None:

@@ -80,3 +80,29 @@ def test_a_model_that_does_not_load_claims_no_memory() -> None:
         return gone
 
     assert asyncio.run(scenario()) == [True]
+
+
+@pytest.mark.parametrize("why", ["a memory is not stored", "the engine is broken"])
+def test_a_model_whose_unload_failed_stays(why: str) -> None:
+    class Staying(SlowToGo):
+        stays = 0
+
+        async def retire(self) -> MemoriesLeft:
+            if why == "the engine is broken":
+                raise RuntimeError(why)
+            return MemoriesLeft(unstored=1)
+
+        def stay(self) -> None:
+            self.stays += 1
+
+    async def scenario() -> None:
+        async def open_model(_name: str, _path: str) -> Staying:
+            return Staying()
+
+        host = ModelHost({"a": "/a"}, open_model, lambda: None)
+        await host.load("a")
+        with pytest.raises((FailedPrecondition, RuntimeError)):
+            await host.unload("a")
+        assert host.serving("a").stays == 1
+
+    asyncio.run(scenario())
