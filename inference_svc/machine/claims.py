@@ -6,6 +6,7 @@ import fcntl
 import os
 import stat
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from kvasir.waits import WORK_S
 
 _LOCK = "lock"
 _MAX_BYTES = 32
+_CLOSED = -1  # no file's number
 
 
 class ClaimsUnusable(FailedPrecondition):
@@ -29,6 +31,7 @@ class Claims:
         """`directory`: left out, the user's own below the one for temporary files. `card`: a GPU whose memory is its
         own, and has claims of its own; without one, the machine's RAM. Raises ClaimsUnusable.
         """
+        self._gate = threading.Lock()  # a model may be loaded just as the file is made again
         try:
             directory = directory or Path(tempfile.gettempdir()) / f"kvasir-memory-{os.getuid()}"
             self._directory = directory.with_name(f"{directory.name}-{card}") if card else directory
@@ -57,12 +60,13 @@ class Claims:
 
     def _touch(self) -> None:
         """Make the file again, too, if it was removed: a machine sleeps for days."""
-        if self._path.exists():
-            os.utime(self._file)
-            return
-        before = self._file
-        self._begin(os.pread(before, _MAX_BYTES, 0))
-        os.close(before)
+        with self._gate:
+            if self._path.exists():
+                os.utime(self._file)
+                return
+            before = self._file
+            self._begin(os.pread(before, _MAX_BYTES, 0))
+            os.close(before)
 
     def claim(self, decide: Callable[[int], int]) -> int:
         """Claim the bytes that `decide` makes of those that others claim, while nobody else decides. An error of
@@ -84,8 +88,10 @@ class Claims:
         return sum(_claimed(path) for path in self._directory.iterdir() if path not in (self._path, self._lock_path))
 
     def close(self) -> None:
-        self._path.unlink(missing_ok=True)
-        os.close(self._file)
+        with self._gate:
+            self._path.unlink(missing_ok=True)
+            os.close(self._file)
+            self._file = _CLOSED  # a thread of `keep` makes it again no more
 
     @property
     def _lock_path(self) -> Path:

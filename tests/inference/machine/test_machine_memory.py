@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Collection
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from threading import Thread
@@ -124,6 +124,25 @@ def test_a_claim_outlives_the_removal_of_old_temporary_files(
             assert mine._path.stat().st_mtime > 0
     with closing(Claims(directory)) as other:
         assert other.of_others() == 0
+
+
+def test_a_claim_that_several_threads_make_again_is_one_and_goes_with_its_engine(tmp_path: Path) -> None:
+    """A model is loaded just as the file is touched; and a thread that touches it may outlast the engine."""
+    directory = tmp_path / "claims"
+    claims = Claims(directory)
+    claims.claim(lambda _: 5)
+    for _ in range(20):
+        claims._path.unlink()
+        with ThreadPoolExecutor(8) as pool:
+            for touched in [pool.submit(claims._touch) for _ in range(8)]:
+                touched.result()
+        assert len([*directory.iterdir()]) == 2, "the claim, and the lock"
+    claims.close()
+    with (tmp_path / "of another").open("w") as other:  # it may have the number of the claim's file
+        with pytest.raises(OSError):
+            claims._touch()
+        other.write("is open")
+    assert len([*directory.iterdir()]) == 1
 
 
 def test_weights_of_a_model_that_is_swapped_in_are_claimed_before_they_are_loaded(tmp_path: Path) -> None:
