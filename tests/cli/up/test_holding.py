@@ -67,6 +67,8 @@ def test_where_nobody_tells_who_holds_a_lock_both_number_and_file_must_be_ours(t
                 Running(pid=0, store="unix:/s", engine="unix:/e", store_pid=ours.pid, engine_pid=stranger.pid)
             )
             eventually(lambda: named_openers(home.services_lock_file) == {ours.pid})
+            home.write_running(Running(pid=0, store="unix:/s", engine="unix:/e"))
+            assert named_openers(home.services_lock_file) == set()
         finally:
             for process in (ours, reader, stranger):
                 process.kill()
