@@ -17,6 +17,7 @@ class Formula
   %i[desc homepage url sha256 license depends_on].each do |word|
     define_singleton_method(word) { |value| facts[word] = value }
   end
+  def self.preserve_rpath = nil
   def self.service = nil
   def self.test = nil
   def self.[](name) = new

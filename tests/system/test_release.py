@@ -137,6 +137,7 @@ def test_the_formula_and_the_sums_name_the_bytes_that_lie_there(tmp_path: Path) 
     assert 'url "https://example.org/v3.4.5/kvasir-3.4.5.tar.gz"' in text
     assert f'sha256 "{hashlib.sha256(b"source").hexdigest()}"' in text
     assert "@HOMEPAGE@" not in text
+    assert "\n  preserve_rpath" in text, "Homebrew fails where it cannot rename the libraries of wheels"
     (tmp_path / "SHA256SUMS").write_text(release.sums(tmp_path))
     subprocess.run(["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd=tmp_path, check=True)
 

@@ -8,6 +8,8 @@ class Kvasir < Formula
 
   depends_on "python@3.13"
 
+  preserve_rpath # wheels' libraries have no room for the longer names that Homebrew would write into them
+
   def install
     python = Formula["python@3.13"].opt_bin/"python3.13"
     system python, "-m", "venv", libexec
