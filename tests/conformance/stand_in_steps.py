@@ -1,10 +1,13 @@
 """The steps before stand-ins: which calls a client repeats, how it follows a turn, and its limits."""
 
+import time
 from typing import Any
+
+import pytest
 
 from tests.conformance.expecting import RULES, refusal
 from tests.conformance.stand_ins import FlakyEngine, MeasuringEngine, MovingEngine, SharingEngine, served
-from tests.conformance.testee import Testee
+from tests.conformance.testee import Refused, Testee
 from tests.conformance.world import World
 
 
@@ -74,6 +77,14 @@ def a_turn_goes_to_the_engine_that_holds_its_agent(program: Testee, world: World
         with refusal("UNAVAILABLE", "AGENT_HELD_ELSEWHERE", request_id="mine"):
             program.call("stream", **turn)
         assert holder.calls["Generate"] == before, "a reply that has begun is not begun again elsewhere"
+        asked.is_refused_late = False
+        other.awake.clear()
+        program.call("connect", address=address, engines=[second, third])
+        began = time.monotonic()
+        with pytest.raises(Refused):
+            program.call("reply", timeout_s=1, **turn)
+        assert time.monotonic() - began < 5, "the turn's deadline holds for the search, too"
+        other.awake.set()
 
 
 def a_client_has_the_limits_of_every_client(program: Testee, world: World) -> None:

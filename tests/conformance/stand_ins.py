@@ -120,11 +120,14 @@ class SharingEngine(inference_pb2_grpc.InferenceServiceServicer, cachestore_pb2_
         self.name = name
         self.held_by = name  # every agent
         self.is_refused_late = False  # after the reply's first word
+        self.awake = threading.Event()  # else it tells its name to nobody
+        self.awake.set()
         self.calls: Counter[str] = Counter()
         self.left_s: float | None = None  # of the last turn's deadline
 
     def GetCapabilities(self, request: Any, context: Any) -> inference_pb2.GetCapabilitiesResponse:  # noqa: N802
         self.calls["GetCapabilities"] += 1
+        self.awake.wait(20)
         return inference_pb2.GetCapabilitiesResponse(lease_owner=self.name)
 
     def Generate(self, request: Any, context: Any) -> Iterator[inference_pb2.GenerateResponse]:  # noqa: N802

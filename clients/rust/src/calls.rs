@@ -20,6 +20,11 @@ impl Deadline {
         Self(time.and_then(|time| Instant::now().checked_add(time)))
     }
 
+    /// The sooner of two.
+    pub(crate) fn sooner(self, other: Self) -> Self {
+        Self(self.0.into_iter().chain(other.0).min())
+    }
+
     pub(crate) fn instant(self) -> Option<Instant> {
         self.0
     }

@@ -178,7 +178,7 @@ impl Client {
         let (deadline, request_id) = (self.long_call(), request.request_id.clone());
         let unfinished = request.sampling.as_ref().map_or(1, |sampling| sampling.n().max(1));
         let begun = match self.begun(request.clone(), deadline).await {
-            Err(refusal) => match self.holder(&refusal).await {
+            Err(refusal) => match self.holder(&refusal, deadline).await {
                 Some(holder) => holder.begun(request, deadline).await,
                 None => Err(refusal),
             },
@@ -201,8 +201,8 @@ impl Client {
         Ok((stream, first.and_then(|response| response.event)))
     }
 
-    /// The engine that has the agent of a refused turn, if it is known here and answers.
-    async fn holder(&self, refusal: &Error) -> Option<&Client> {
+    /// The engine that has the agent of a refused turn, if it is known here and answers before the turn must end.
+    async fn holder(&self, refusal: &Error, deadline: Deadline) -> Option<&Client> {
         let owner = refusal.metadata().get("owner").filter(|owner| !owner.is_empty())?;
         if refusal.reason() != ErrorReason::AgentHeldElsewhere {
             return None;
@@ -212,7 +212,8 @@ impl Client {
             return Some(known);
         }
         for each in self.others.iter() {
-            let asked = read!(each.round_trip(), each.engine(), get_capabilities, pb::GetCapabilitiesRequest {}).await;
+            let asked =
+                read!(each.round_trip().sooner(deadline), each.engine(), get_capabilities, pb::GetCapabilitiesRequest {}).await;
             if let Ok(answer) = asked {
                 each.lease_owner.lock().expect("no panic").clone_from(&answer.lease_owner);
                 if answer.lease_owner == *owner {

@@ -96,6 +96,8 @@ export class Client {
     request: MessageInitShape<typeof GenerateRequestSchema>, options: CallOptions,
   ): AsyncGenerator<GenerateEvent, void, undefined> {
     const endsMs = options.timeoutMs === undefined ? undefined : performance.now() + options.timeoutMs;
+    const left = (): CallOptions =>
+      endsMs === undefined ? options : { ...options, timeoutMs: Math.max(Math.ceil(endsMs - performance.now()), 1) };
     let hasBegun = false;
     try {
       for await (const event of this.#eventsHere(request, options)) {
@@ -104,10 +106,10 @@ export class Client {
       }
       return;
     } catch (thrown) {
-      const holder = hasBegun ? undefined : await this.#holder(toKvasirError(thrown));
+      const holder = hasBegun ? undefined : await this.#holder(toKvasirError(thrown), left);
+      if (options.signal?.aborted) throw new KvasirError("CANCELLED", "the turn was cancelled", { cause: options.signal.reason });
       if (holder === undefined) throw thrown;
-      const left = endsMs === undefined ? options : { ...options, timeoutMs: Math.max(Math.ceil(endsMs - performance.now()), 1) };
-      yield* holder.#eventsHere(request, left);
+      yield* holder.#eventsHere(request, left());
     }
   }
 
@@ -123,14 +125,16 @@ export class Client {
     if (unfinished > 0) throw cut();
   }
 
-  /** The engine that has the agent of a refused turn, if it is known here and answers. */
-  async #holder({ reasonName, metadata: { owner } }: KvasirError): Promise<Client | undefined> {
+  /** The engine that has the agent of a refused turn, if it is known here and answers before the turn must end. */
+  async #holder({ reasonName, metadata: { owner } }: KvasirError, left: () => CallOptions): Promise<Client | undefined> {
     if (reasonName !== "AGENT_HELD_ELSEWHERE" || !owner) return undefined;
     const known = this.engines.find((each) => each.#leaseOwner === owner); // an engine that starts again keeps its name
     if (known !== undefined) return known;
     for (const each of this.engines) {
       try {
-        const answer = await each.#connection.call({}, (given) => each.engine.getCapabilities({}, given));
+        const { timeoutMs: leftMs = Infinity, signal } = left();
+        const soon = { timeoutMs: Math.min(each.#connection.timeoutMs, leftMs), signal };
+        const answer = await each.#connection.call(soon, (given) => each.engine.getCapabilities({}, given));
         each.#leaseOwner = answer.leaseOwner;
       } catch {
         continue; // it is away: then it is not the one that answers for the agent

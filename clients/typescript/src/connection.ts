@@ -48,7 +48,8 @@ export class Connection {
   readonly engine: Stub<typeof InferenceService>;
   readonly agents: Stub<typeof AgentService>;
   readonly #sessions: Sessions;
-  readonly #timeoutMs: number;
+  /** The deadline of round trips that are given no other. */
+  readonly timeoutMs: number;
 
   constructor(address: string, options: ConnectOptions) {
     const where = parseAddress(address);
@@ -63,7 +64,7 @@ export class Connection {
     const transport = createGrpcTransport({ baseUrl: url, sessionManager: this.#sessions, interceptors, acceptCompression: [] });
     this.engine = createClient(InferenceService, transport);
     this.agents = createClient(AgentService, transport);
-    this.#timeoutMs = options.timeoutMs ?? DEFAULT_TIMEOUT_MS;
+    this.timeoutMs = options.timeoutMs ?? DEFAULT_TIMEOUT_MS;
   }
 
   close(): void {
@@ -73,7 +74,7 @@ export class Connection {
   /** A round trip, with the connection's deadline if the call has none. */
   async call<T>(options: CallOptions, ask: (options: CallOptions) => Promise<T>): Promise<T> {
     try {
-      return await ask({ timeoutMs: this.#timeoutMs, ...options });
+      return await ask({ timeoutMs: this.timeoutMs, ...options });
     } catch (thrown) {
       throw toKvasirError(thrown);
     }

@@ -118,15 +118,15 @@ class AioInferenceClient(AioAgentClient):
                     yield response
             return
         except Unavailable as error:
-            holder = None if has_begun else await self._holder(error)
+            holder = None if has_begun else await self._holder(error, ends_s)
             if holder is None:
                 raise
         async with aclosing(holder._turn_here(written, _left_s(ends_s), place)) as responses:
             async for response in responses:
                 yield response
 
-    async def _holder(self, error: Unavailable) -> "AioInferenceClient | None":
-        """The engine that has the agent of a refused turn, if it is known here and answers."""
+    async def _holder(self, error: Unavailable, ends_s: float | None) -> "AioInferenceClient | None":
+        """The engine that has the agent of a refused turn, if it is known here and answers before the turn must end."""
         if error.reason != "AGENT_HELD_ELSEWHERE" or not (owner := error.metadata.get("owner")):
             return None
         for engine in self.engines:
@@ -134,7 +134,9 @@ class AioInferenceClient(AioAgentClient):
                 return engine
         for engine in self.engines:
             with suppress(KvasirError):
-                engine._lease_owner = (await engine.get_capabilities()).lease_owner
+                left_s = _left_s(ends_s)
+                soon_s = engine._timeout_s if left_s is None else min(engine._timeout_s, left_s)
+                engine._lease_owner = (await engine.get_capabilities(timeout_s=soon_s)).lease_owner
             if engine._lease_owner == owner:
                 return engine
         return None
@@ -307,9 +309,9 @@ class AioInferenceClient(AioAgentClient):
         request = pb.UnloadModelRequest(model=name, drop_unstored=drop_unstored)
         return await self._call(pb.UnloadModelResponse, request, timeout_s, has_deadline=False)
 
-    async def get_capabilities(self) -> pb.GetCapabilitiesResponse:
+    async def get_capabilities(self, *, timeout_s: float | None = None) -> pb.GetCapabilitiesResponse:
         """What the engine is, and its limits."""
-        return await self._call(pb.GetCapabilitiesResponse, pb.GetCapabilitiesRequest())
+        return await self._call(pb.GetCapabilitiesResponse, pb.GetCapabilitiesRequest(), timeout_s)
 
     async def get_stats(self) -> pb.GetStatsResponse:
         """Counters since the start, what is under way, and whether the store answers."""

@@ -136,11 +136,11 @@ public final class Client implements AutoCloseable {
     return new Events(
         request,
         () -> engine().withDeadline(ends).generate(request),
-        refusal -> holder(refusal).map(holder -> () -> holder.engine().withDeadline(ends).generate(request)));
+        refusal -> holder(refusal, ends).map(holder -> () -> holder.engine().withDeadline(ends).generate(request)));
   }
 
-  /** The engine that has the agent of a refused turn, if it is known here and answers. */
-  private Optional<Client> holder(KvasirException refusal) {
+  /** The engine that has the agent of a refused turn, if it is known here and answers before the turn must end. */
+  private Optional<Client> holder(KvasirException refusal, Deadline ends) {
     String owner = refusal.metadata().getOrDefault("owner", "");
     if (!refusal.reasonName().equals("AGENT_HELD_ELSEWHERE") || owner.isEmpty()) {
       return Optional.empty();
@@ -149,12 +149,15 @@ public final class Client implements AutoCloseable {
     return others.stream()
         .filter(each -> each.leaseOwner.get().equals(owner))
         .findFirst()
-        .or(() -> others.stream().filter(each -> each.askedLeaseOwner().equals(owner)).findFirst());
+        .or(() -> others.stream().filter(each -> each.askedLeaseOwner(ends).equals(owner)).findFirst());
   }
 
-  private String askedLeaseOwner() {
+  private String askedLeaseOwner(Deadline ends) {
+    var stub = soon(engine());
+    Deadline sooner = ends == null ? stub.getCallOptions().getDeadline() : ends.minimum(stub.getCallOptions().getDeadline());
     try {
-      leaseOwner.set(call(() -> soon(engine()).getCapabilities(GetCapabilitiesRequest.getDefaultInstance()).getLeaseOwner()));
+      leaseOwner.set(
+          call(() -> stub.withDeadline(sooner).getCapabilities(GetCapabilitiesRequest.getDefaultInstance()).getLeaseOwner()));
       return leaseOwner.get();
     } catch (KvasirException away) {
       return "";
