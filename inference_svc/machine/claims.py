@@ -56,7 +56,7 @@ class Claims:
         while True:
             await asyncio.sleep(WORK_S)
             with contextlib.suppress(OSError):
-                await asyncio.to_thread(self._touch)
+                self._touch()
 
     def _touch(self) -> None:
         """Make the file again, too, if it was removed: a machine sleeps for days."""
