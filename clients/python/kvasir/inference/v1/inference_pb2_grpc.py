@@ -135,7 +135,7 @@ class InferenceServiceServicer(object):
 
     def CancelTurn(self, request, context):
         """Ends the turns of a request, whoever reads them: their stream ends with Finished (FINISH_REASON_CANCELLED), which says what the agent
-        remembers, as this answer does. Waits for that end. A turn that has said its last token ends as it would. Errors: INVALID_ARGUMENT (request_id),
+        remembers, as this answer does; a Warm ends with CANCELLED. Waits for that end. A turn that has said its last token ends as it would. Errors: INVALID_ARGUMENT (request_id),
         NOT_FOUND (TURN_NOT_FOUND: no turn of that id is under way in the caller's namespace).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -60,7 +60,7 @@ type InferenceServiceClient interface {
 	// Lists the turns of the caller's namespace that wait or run, the oldest first. No side effect. Errors: none of its own.
 	ListTurns(ctx context.Context, in *ListTurnsRequest, opts ...grpc.CallOption) (*ListTurnsResponse, error)
 	// Ends the turns of a request, whoever reads them: their stream ends with Finished (FINISH_REASON_CANCELLED), which says what the agent
-	// remembers, as this answer does. Waits for that end. A turn that has said its last token ends as it would. Errors: INVALID_ARGUMENT (request_id),
+	// remembers, as this answer does; a Warm ends with CANCELLED. Waits for that end. A turn that has said its last token ends as it would. Errors: INVALID_ARGUMENT (request_id),
 	// NOT_FOUND (TURN_NOT_FOUND: no turn of that id is under way in the caller's namespace).
 	CancelTurn(ctx context.Context, in *CancelTurnRequest, opts ...grpc.CallOption) (*CancelTurnResponse, error)
 	// Says which of some agents' memories are hot. No side effect: it counts as no use. Errors: INVALID_ARGUMENT (agent_ids).
@@ -296,7 +296,7 @@ type InferenceServiceServer interface {
 	// Lists the turns of the caller's namespace that wait or run, the oldest first. No side effect. Errors: none of its own.
 	ListTurns(context.Context, *ListTurnsRequest) (*ListTurnsResponse, error)
 	// Ends the turns of a request, whoever reads them: their stream ends with Finished (FINISH_REASON_CANCELLED), which says what the agent
-	// remembers, as this answer does. Waits for that end. A turn that has said its last token ends as it would. Errors: INVALID_ARGUMENT (request_id),
+	// remembers, as this answer does; a Warm ends with CANCELLED. Waits for that end. A turn that has said its last token ends as it would. Errors: INVALID_ARGUMENT (request_id),
 	// NOT_FOUND (TURN_NOT_FOUND: no turn of that id is under way in the caller's namespace).
 	CancelTurn(context.Context, *CancelTurnRequest) (*CancelTurnResponse, error)
 	// Says which of some agents' memories are hot. No side effect: it counts as no use. Errors: INVALID_ARGUMENT (agent_ids).
