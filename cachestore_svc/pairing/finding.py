@@ -2,8 +2,9 @@
 
 import asyncio
 import importlib.util
+import ipaddress
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,13 +34,18 @@ def check_zeroconf() -> None:
 
 @asynccontextmanager
 async def announced(name: str, address: str) -> AsyncIterator[None]:
-    """Tell the network, while inside, that a code is waited for at HOST:PORT. Never tells the code."""
+    """Tell the network, while inside, that a code is waited for at HOST:PORT. Never tells the code. Raises
+    FailedPrecondition for a host without an address that others can name.
+    """
     from zeroconf import ServiceInfo
     from zeroconf.asyncio import AsyncZeroconf
 
     parsed = parse_address(address)
     found = await asyncio.get_running_loop().getaddrinfo(parsed.host, parsed.port, type=socket.SOCK_STREAM)
-    addresses = sorted({str(each[4][0]) for each in found})
+    addresses = _nameable({str(each[4][0]) for each in found})
+    if not addresses:
+        text = f"{parsed.host}: its only addresses hold on one link; announce one of IPv4, by --listen"
+        raise FailedPrecondition(text, reason="PEER_CONFIGURATION")
     info = ServiceInfo(
         _TYPE, f"{name}.{_TYPE}", port=parsed.port, parsed_addresses=addresses, server=f"kvasir-{name}.local."
     )
@@ -49,6 +55,16 @@ async def announced(name: str, address: str) -> AsyncIterator[None]:
             yield
         finally:
             await network.async_unregister_service(info)
+
+
+def _nameable(addresses: Collection[str]) -> list[str]:
+    """Those that another machine can dial by their text, IPv4 first; of this machine alone where there are no others.
+    A Mac's own name has addresses of IPv6 that name an interface of its own, too, and may have the loopback's.
+    """
+    known = [ipaddress.ip_address(text) for text in addresses if "%" not in text]
+    left = [each for each in known if each.version == 4 or not each.is_link_local]
+    outward = [each for each in left if not each.is_loopback]
+    return [str(each) for each in sorted(outward or left, key=lambda each: (each.version, int(each)))]
 
 
 async def find(seconds: float, interfaces: list[str] | None = None) -> list[WaitingMac]:

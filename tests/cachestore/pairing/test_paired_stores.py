@@ -26,6 +26,7 @@ from kvasir.server.serving import EdgeServer, Listening, Reports
 
 from cachestore_svc.edge.peer_service import PeerService
 from cachestore_svc.moving.peering.peers import Peers
+from cachestore_svc.pairing import finding
 from cachestore_svc.pairing.finding import WaitingMac, announced, find
 from cachestore_svc.pairing.identity import (
     SERVER_NAME,
@@ -346,6 +347,38 @@ def test_a_waiting_mac_is_listed_in_the_network_only_while_it_waits_and_if_it_sa
         return during, await find(0.2, ["127.0.0.1"])
 
     assert asyncio.run(run()) == ([WaitingMac("studio", "127.0.0.1:8643")], [])
+
+
+@pytest.mark.parametrize(
+    ("addresses", "nameable"),
+    [
+        (
+            {"fe80::14", "fe80::1%lo0", "127.0.0.1", "fd00::5", "192.168.1.9", "10.0.0.2"},
+            "10.0.0.2 192.168.1.9 fd00::5",
+        ),
+        ({"169.254.7.7", "::1"}, "169.254.7.7"),
+        ({"::1", "127.0.0.1"}, "127.0.0.1 ::1"),
+    ],
+)
+def test_a_mac_is_announced_by_addresses_that_others_can_dial(addresses: set[str], nameable: str) -> None:
+    assert finding._nameable(addresses) == nameable.split()
+
+
+@pytest.mark.long(2)
+def test_a_macs_own_name_is_announced_though_it_has_addresses_of_a_link() -> None:
+    """getaddrinfo gives them with an interface of this machine, which mDNS cannot send."""
+
+    async def run(*addresses: str) -> list[WaitingMac]:
+        async def own(_host: str, port: int, **_: object) -> list[tuple[object, ...]]:
+            return [(0, 0, 0, "", (address, port)) for address in addresses]
+
+        asyncio.get_running_loop().getaddrinfo = own  # type: ignore[assignment, method-assign]
+        async with announced("studio", "studio.local:8643"):
+            return await find(0.5, ["127.0.0.1"])
+
+    assert asyncio.run(run("fe80::1%lo0", "127.0.0.1")) == [WaitingMac("studio", "127.0.0.1:8643")]
+    with pytest.raises(FailedPrecondition, match="IPv4"):
+        asyncio.run(run("fe80::14%en0"))
 
 
 def test_a_code_that_nobody_takes_ends_by_itself(macs: tuple[Mac, Mac]) -> None:
