@@ -91,7 +91,7 @@ class Claims:
         with self._gate:
             self._path.unlink(missing_ok=True)
             os.close(self._file)
-            self._file = _CLOSED  # a thread of `keep` makes it again no more
+            self._file = _CLOSED  # nobody makes it again
 
     @property
     def _lock_path(self) -> Path:
