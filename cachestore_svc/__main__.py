@@ -312,6 +312,8 @@ async def collect_own_regularly(store: Store, threads: StoreThreads, interval_s:
         await asyncio.sleep(interval_s)
         try:
             await threads.run(HOUSE, store.care.collect_own)
+        except KvasirError as error:
+            _LOG.warning("gc.failed", reason=error.reason)
         except Exception:  # noqa: BLE001  as above
             _LOG.exception("gc.failed")
 

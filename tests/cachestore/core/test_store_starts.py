@@ -6,12 +6,15 @@ import json
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import structlog
 from kvasir.errors import FailedPrecondition, Unavailable
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.__main__ import collect_regularly
+from cachestore_svc.__main__ import collect_own_regularly, collect_regularly
 from cachestore_svc.blobs.blob_writer import NewBlob
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import BlobKind
@@ -236,3 +239,27 @@ def test_a_disk_that_fails_once_does_not_end_collection(lab: Lab) -> None:
         disk.fails_at = 1
         asyncio.run(collect_twice())
         assert store.statistics.of(NS).blob_count == 0
+
+
+def test_a_database_that_is_away_ends_no_collection_of_a_stores_own_and_is_no_fault_of_it() -> None:
+    """It may be away for hours: then the log would have a traceback each time."""
+    tries: list[int] = []
+
+    def away() -> None:
+        tries.append(1)
+        raise Unavailable("the database is away", reason="INDEX_UNREACHABLE")
+
+    store: Any = SimpleNamespace(care=SimpleNamespace(collect_own=away))
+
+    async def collect_twice() -> None:
+        threads = StoreThreads(2)
+        task = asyncio.create_task(collect_own_regularly(store, threads, 0.01))
+        while len(tries) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        threads.close()
+
+    with structlog.testing.capture_logs() as logs:
+        asyncio.run(asyncio.wait_for(collect_twice(), 20))
+    assert logs[0] == {"event": "gc.failed", "log_level": "warning", "reason": "INDEX_UNREACHABLE"}
