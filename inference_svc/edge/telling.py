@@ -59,15 +59,18 @@ class Telling:
         self, reply: WaitingReply, moved: TurnMoved, context: Any, lost: errors.Unavailable | None = None
     ) -> None:
         """The rest of a reply, from the peer. `lost`: what its reader gets if the turn never arrived there."""
-        has_ended = False
+        has_left = True
         try:
             async with aclosing(self._rest(reply, moved, lost)) as rest:
                 async for event in rest:
                     await send(context, event, self._stall_s)
-            has_ended = True
+            has_left = False
+        except errors.Unavailable:  # its reader has heard that it goes on there, and is remembered
+            has_left = False
+            raise
         finally:
             # A reader that left cancels its turn, as it would here. If this engine stops, the turn goes on there.
-            if not has_ended and not self.is_stopping():
+            if has_left and not self.is_stopping():
                 ending = asyncio.create_task(self._end(reply, moved))
                 self._ending.add(ending)
                 ending.add_done_callback(self._ending.discard)

@@ -116,6 +116,7 @@ def test_no_word_of_a_peer_leads_its_reader_elsewhere(peer: Peer) -> None:
         told(peer, reader)
     assert (moved.value.reason, moved.value.metadata) == ("TURN_MOVED", {"peer": "studio", "resume_token": "token"})
     assert reader.heard == [DELTA]
+    assert peer.ended == [], "the peer remembers it"
 
 
 def test_an_error_of_the_turn_itself_is_passed_on() -> None:
