@@ -46,7 +46,7 @@ pub struct Client {
 }
 
 /// How a client connects.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Builder {
     address: String,
     token: Option<String>,
@@ -172,6 +172,13 @@ impl Interceptor for Bearer {
             request.metadata_mut().insert("authorization", shown.clone());
         }
         Ok(request)
+    }
+}
+
+/// Without the token and the TLS identity's key, which are secrets.
+impl fmt::Debug for Builder {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.debug_struct("Builder").field("address", &self.address).finish_non_exhaustive()
     }
 }
 

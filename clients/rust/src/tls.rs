@@ -1,5 +1,6 @@
 //! TLS to another machine, by certificates that are named.
 
+use std::fmt;
 use std::sync::Arc;
 
 use tokio_rustls::TlsConnector;
@@ -16,11 +17,18 @@ use tokio_rustls::rustls::{
 use crate::errors::{Error, Result};
 
 /// Whom to trust on the other machine. Certificates of the system are not looked at.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Tls {
     trusted_pem: Vec<u8>,
     server_name: Option<String>,
     identity: Option<(Vec<u8>, Vec<u8>)>,
+}
+
+/// Without the identity's key, which is a secret.
+impl fmt::Debug for Tls {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.debug_struct("Tls").field("server_name", &self.server_name).finish_non_exhaustive()
+    }
 }
 
 impl Tls {

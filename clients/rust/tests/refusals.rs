@@ -72,3 +72,14 @@ async fn what_only_a_memory_could_count_is_refused_here() {
         assert_eq!(client.count_tokens(turn).await.unwrap_err().field(), "input");
     }
 }
+
+#[tokio::test]
+async fn no_debug_output_has_a_secret() {
+    let tls = Tls::trusting("PEM").identity("PEM", "secret key");
+    let builder = Client::builder("localhost:50051").token("secret-token").tls(tls.clone());
+    let client = Client::builder("localhost:50051").token("secret-token").connect().await.unwrap();
+    for text in [format!("{tls:?}"), format!("{builder:?}"), format!("{client:?}")] {
+        // A list of bytes is a key, too: "secret" begins with these.
+        assert!(!text.contains("secret") && !text.contains("115, 101, 99"), "{text}");
+    }
+}
