@@ -1,4 +1,4 @@
-/** One HTTP/2 connection at a time, made anew when the one before is gone: calls fail with it, the process goes on. */
+/** One HTTP/2 connection for new calls, made anew when the one before is gone: calls fail with it, the process goes on. */
 import * as http2 from "node:http2";
 import { Code, ConnectError } from "@connectrpc/connect";
 
@@ -14,6 +14,8 @@ export class Sessions {
   readonly authority: string;
   readonly #options: http2.SecureClientSessionOptions;
   #current: WatchedSession | undefined;
+  /** The current one, and those whose service has said good-bye and whose streams go on. */
+  readonly #open = new Set<WatchedSession>();
   #isClosed = false;
 
   constructor(authority: string, options: http2.SecureClientSessionOptions) {
@@ -28,7 +30,7 @@ export class Sessions {
     options: Omit<http2.ClientSessionRequestOptions, "signal">,
   ): Promise<http2.ClientHttp2Stream> {
     if (this.#isClosed) throw closed();
-    if (!this.#current?.isUsable) this.#current = new WatchedSession(http2.connect(this.authority, this.#options));
+    if (!this.#current?.isUsable) this.#current = this.#connected();
     return this.#current.request({ ...headers, ":method": method, ":path": path }, options);
   }
 
@@ -37,7 +39,15 @@ export class Sessions {
 
   close(): void {
     this.#isClosed = true;
-    this.#current?.destroy(closed());
+    for (const each of this.#open) each.destroy(closed());
+  }
+
+  #connected(): WatchedSession {
+    const session = http2.connect(this.authority, this.#options);
+    const watched = new WatchedSession(session);
+    this.#open.add(watched);
+    session.once("close", () => this.#open.delete(watched));
+    return watched;
   }
 }
 
@@ -79,7 +89,7 @@ class WatchedSession {
   }
 
   #ping(): void {
-    if (this.#session.connecting || !this.isUsable || this.#pong !== undefined) return;
+    if (this.#session.connecting || this.#session.destroyed || this.#pong !== undefined) return;
     this.#pong = setTimeout(() => {
       this.#session.destroy(Object.assign(new Error("the service answers no ping"), { code: "ETIMEDOUT" }));
     }, PONG_WITHIN_MS);

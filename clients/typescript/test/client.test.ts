@@ -1,8 +1,10 @@
 // What the client refuses by itself, and what its errors have.
 import assert from "node:assert/strict";
 import { once } from "node:events";
-import { createServer } from "node:http2";
+import { createServer, type ServerHttp2Stream } from "node:http2";
+import { connect as connectTo, createServer as createRelay, type Socket } from "node:net";
 import { test } from "node:test";
+import { setTimeout as delay } from "node:timers/promises";
 import { create } from "@bufbuild/protobuf";
 import { Code, ConnectError } from "@connectrpc/connect";
 import { Client, ErrorReason, KvasirError } from "@kvasir/client";
@@ -80,3 +82,53 @@ test("a closed client stays closed: a read that was under way is not asked again
   assert.equal(sessions, 1);
   server.close();
 });
+
+test("close ends streams of a connection that its service has said good-bye to", async () => {
+  const server = createServer().listen(0, "127.0.0.1");
+  await once(server, "listening");
+  const client = new Client(`127.0.0.1:${(server.address() as { port: number }).port}`);
+  const turn = assert.rejects(client.reply({ prompt: "a" }), { name: "KvasirError", code: "CANCELLED" });
+  const [stream] = (await once(server, "stream")) as [ServerHttp2Stream];
+  stream.session!.goaway();
+  await delay(100);
+  const reading = assert.rejects(client.getAgent("ada"), { name: "KvasirError", code: "CANCELLED" });
+  const [later] = (await once(server, "stream")) as [ServerHttp2Stream];
+  assert.notEqual(later.session, stream.session);
+  client.close();
+  await reading;
+  await Promise.race([turn, delay(2000).then(() => assert.fail("the turn goes on"))]);
+  stream.session!.destroy();
+  server.close();
+});
+
+test("a service that froze after its good-bye ends its streams, too", async (context) => {
+  const server = createServer().listen(0, "127.0.0.1");
+  await once(server, "listening");
+  const links: [Socket, Socket][] = [];
+  const relay = createRelay((from) => {
+    const to = connectTo((server.address() as { port: number }).port, "127.0.0.1");
+    links.push([from, to]);
+    from.pipe(to).pipe(from);
+  }).listen(0, "127.0.0.1");
+  await once(relay, "listening");
+  context.mock.timers.enable({ apis: ["setInterval", "setTimeout"] });
+  const client = new Client(`127.0.0.1:${(relay.address() as { port: number }).port}`);
+  let ended: unknown;
+  void client.reply({ prompt: "a" }).catch((error: unknown) => (ended = error));
+  const [stream] = (await once(server, "stream")) as [ServerHttp2Stream];
+  stream.session!.goaway();
+  await turnsOfTheLoop(1000);
+  for (const [from, to] of links) from.unpipe(to), to.unpipe(from);
+  context.mock.timers.tick(10_000); // a ping
+  context.mock.timers.tick(10_000); // and no answer
+  await turnsOfTheLoop(1000);
+  assert.ok(ended instanceof KvasirError && ended.code === "UNAVAILABLE", String(ended));
+  client.close();
+  for (const each of links.flat()) each.destroy();
+  relay.close();
+  server.close();
+});
+
+async function turnsOfTheLoop(count: number): Promise<void> {
+  for (let turn = 0; turn < count; turn++) await new Promise((resolve) => setImmediate(resolve));
+}
