@@ -250,22 +250,35 @@ export class Client {
     for await (const { data } of streamed(options, (given) => this.agents.exportAgent(request, given))) yield data;
   }
 
-  /** Reads an archive into a new version of an agent, which must be new unless replace is said. It has no deadline. */
+  /**
+   * Reads an archive into a new version of an agent, which must be new unless replace is said. It has no deadline. An archive that
+   * cannot be read is UNKNOWN, with the error as its cause.
+   */
   async importAgent(
     agentId: string,
     archive: AsyncIterable<Uint8Array> | Iterable<Uint8Array>,
     { replace, ...options }: CallOptions & { replace?: boolean } = {},
   ): Promise<SnapshotVersion> {
+    const pieces = read(archive);
+    const first = pieces.next(); // now: a file's stream that fails while nobody reads it ends the process
+    let unreadable: KvasirError | undefined;
+    first.catch((error: unknown) => (unreadable = notRead(error)));
     async function* requests() {
       yield { header: { agentId, replace } };
-      for await (const piece of archive) {
-        for (let start = 0; start < piece.length; start += PIECE_BYTES) {
-          yield { data: piece.subarray(start, start + PIECE_BYTES) };
-        }
+      try {
+        for (let next = await first; !next.done; next = await pieces.next()) yield { data: next.value };
+      } catch (error) {
+        throw (unreadable = notRead(error));
       }
     }
     const ask = (given: CallOptions) => this.agents.importAgent(requests(), given);
-    return present((await this.#connection.call({ timeoutMs: undefined, ...options }, ask)).snapshot);
+    try {
+      return present((await this.#connection.call({ timeoutMs: undefined, ...options }, ask)).snapshot);
+    } catch (thrown) {
+      throw options.signal?.aborted ? thrown : (unreadable ?? thrown);
+    } finally {
+      void pieces.return().catch(() => {}); // not waited for: it comes behind a piece that may never
+    }
   }
 
   /** Lets the store copy an agent's line from a peer of its configuration. Safe to repeat. */
@@ -291,6 +304,18 @@ async function* streamed<T>(options: CallOptions, ask: (options: CallOptions) =>
   } finally {
     left.abort();
   }
+}
+
+/** An archive in messages. */
+async function* read(archive: AsyncIterable<Uint8Array> | Iterable<Uint8Array>): AsyncGenerator<Uint8Array, void, undefined> {
+  for await (const piece of archive) {
+    for (let start = 0; start < piece.length; start += PIECE_BYTES) yield piece.subarray(start, start + PIECE_BYTES);
+  }
+}
+
+function notRead(cause: unknown): KvasirError {
+  const what = cause instanceof Error ? cause.message : String(cause);
+  return new KvasirError("UNKNOWN", `archive: ${what}`, { field: "archive", cause });
 }
 
 function at({ version, kvIdentityHash }: At) {

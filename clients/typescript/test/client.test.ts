@@ -1,6 +1,7 @@
 // What the client refuses by itself, and what its errors have.
 import assert from "node:assert/strict";
 import { once } from "node:events";
+import { createReadStream } from "node:fs";
 import { createServer, type ServerHttp2Stream } from "node:http2";
 import { connect as connectTo, createServer as createRelay, type Socket } from "node:net";
 import { test } from "node:test";
@@ -126,6 +127,17 @@ test("a service that froze after its good-bye ends its streams, too", async (con
   client.close();
   for (const each of links.flat()) each.destroy();
   relay.close();
+  server.close();
+});
+
+test("an archive that cannot be read is no refusal of the service, and ends no process", async () => {
+  const server = createServer().listen(0, "127.0.0.1");
+  await once(server, "listening");
+  const client = new Client(`127.0.0.1:${(server.address() as { port: number }).port}`);
+  const importing = client.importAgent("ada", createReadStream("/nowhere/at/all"));
+  await assert.rejects(importing, (error: unknown) =>
+    error instanceof KvasirError && error.code === "UNKNOWN" && error.field === "archive" && error.message.includes("ENOENT"));
+  client.close();
   server.close();
 });
 
