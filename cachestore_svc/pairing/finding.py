@@ -58,13 +58,14 @@ async def announced(name: str, address: str) -> AsyncIterator[None]:
 
 
 def _nameable(addresses: Collection[str]) -> list[str]:
-    """Those that another machine can dial by their text, IPv4 first; of this machine alone where there are no others.
-    A Mac's own name has addresses of IPv6 that name an interface of its own, too, and may have the loopback's.
+    """Those that another machine can dial by their text: IPv4 first, and those of one link, as of a cable, last; of
+    this machine alone where there are no others. A Mac's own name has addresses of IPv6 that name an interface of its
+    own, too, and may have the loopback's.
     """
     known = [ipaddress.ip_address(text) for text in addresses if "%" not in text]
     left = [each for each in known if each.version == 4 or not each.is_link_local]
-    outward = [each for each in left if not each.is_loopback]
-    return [str(each) for each in sorted(outward or left, key=lambda each: (each.version, int(each)))]
+    outward = [each for each in left if not each.is_loopback] or left
+    return [str(each) for each in sorted(outward, key=lambda each: (each.is_link_local, each.version, int(each)))]
 
 
 async def find(seconds: float, interfaces: list[str] | None = None) -> list[WaitingMac]:
@@ -90,9 +91,10 @@ async def find(seconds: float, interfaces: list[str] | None = None) -> list[Wait
 
 def _candidate(service: str, addresses: list[str], port: int) -> WaitingMac | None:
     name = service.removesuffix(f".{_TYPE}")
-    if PEER_NAME.fullmatch(name) is None or not addresses:
+    nameable = _nameable(addresses)  # mDNS gives them in no order
+    if PEER_NAME.fullmatch(name) is None or not nameable:
         return None
-    host = f"[{addresses[0]}]" if ":" in addresses[0] else addresses[0]
+    host = f"[{nameable[0]}]" if ":" in nameable[0] else nameable[0]
     try:
         return WaitingMac(name, check_peer_address(f"{host}:{port}", "address"))
     except KvasirError:

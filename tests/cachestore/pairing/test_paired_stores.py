@@ -353,8 +353,8 @@ def test_a_waiting_mac_is_listed_in_the_network_only_while_it_waits_and_if_it_sa
     ("addresses", "nameable"),
     [
         (
-            {"fe80::14", "fe80::1%lo0", "127.0.0.1", "fd00::5", "192.168.1.9", "10.0.0.2"},
-            "10.0.0.2 192.168.1.9 fd00::5",
+            {"fe80::14", "fe80::1%lo0", "127.0.0.1", "fd00::5", "192.168.1.9", "10.0.0.2", "169.254.7.7"},
+            "10.0.0.2 192.168.1.9 fd00::5 169.254.7.7",
         ),
         ({"169.254.7.7", "::1"}, "169.254.7.7"),
         ({"::1", "127.0.0.1"}, "127.0.0.1 ::1"),
@@ -362,6 +362,9 @@ def test_a_waiting_mac_is_listed_in_the_network_only_while_it_waits_and_if_it_sa
 )
 def test_a_mac_is_announced_by_addresses_that_others_can_dial(addresses: set[str], nameable: str) -> None:
     assert finding._nameable(addresses) == nameable.split()
+    found = finding._candidate(f"studio.{finding._TYPE}", [*addresses], 8643)
+    assert found is not None
+    assert found.address == f"{nameable.split()[0]}:8643", "mDNS gives them in no order"
 
 
 @pytest.mark.long(2)
