@@ -184,6 +184,7 @@ ENVIRONMENT = Wall(
     (
         "inference_svc/model/loading.py",  # MLX and transformers cannot be told otherwise
         "inference_svc/__init__.py",
+        f"{SDK}/__init__.py",  # nor can gRPC, of its resolver
         f"{SDK}/options/finding.py",
     ),
     "the environment is read where the values of options are found",
