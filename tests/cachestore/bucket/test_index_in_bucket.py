@@ -2,12 +2,15 @@
 
 import errno
 import random
+import sqlite3
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
@@ -371,6 +374,43 @@ def test_a_bucket_that_stays_away_is_answered_and_its_commit_counts_when_it_is_b
     second = _catalog(tmp_path / "b", bucket)
     assert [_has(second, name) for name in ("one", "two", "three")] == [True, False, True]
     second.close()
+
+
+class _Short(sqlite3.Connection):
+    """One for whose image there may be no memory."""
+
+    failures: ClassVar[list[Exception]] = []
+
+    def serialize(self, *, name: str = "main") -> bytes:
+        if self.failures:
+            raise self.failures.pop()
+        return super().serialize(name=name)
+
+
+@pytest.mark.parametrize("failure", [MemoryError(), sqlite3.OperationalError("unable to serialize 'main'")])
+def test_a_write_for_whose_image_no_memory_is_left_happens_once_and_counts_when_there_is(
+    tmp_path: Path, bucket: Hooked, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", partial(connect, factory=_Short))
+    catalog, done = _catalog(tmp_path / "a", bucket), list[int]()
+
+    def work(change: CatalogChange) -> None:
+        done.append(1)
+        change.set_fact("counted", str(len(done)))
+
+    monkeypatch.setattr(_Short, "failures", [failure, failure])
+    with pytest.raises(Unavailable) as refused:
+        catalog.write(HOUSE, work)
+    with pytest.raises(Unavailable):
+        _has(catalog, "counted")  # else it would read what no bucket has
+    assert (refused.value.reason, len(done)) == ("INDEX_FAILED", 1)
+    _set(catalog, "later")
+    assert catalog.read(HOUSE, lambda view: view.fact("counted")) == "1"
+    second = _catalog(tmp_path / "b", bucket)  # the first one was never closed
+    assert [_has(second, name) for name in ("counted", "later")] == [True, True]
+    second.close()
+    catalog.close()
 
 
 def test_damage_that_a_reader_meets_is_refused_with_a_step_that_a_bucket_has(tmp_path: Path, bucket: Hooked) -> None:

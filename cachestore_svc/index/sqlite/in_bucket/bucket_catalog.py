@@ -46,7 +46,7 @@ _WAITS = round(PATIENCE_S / PAUSE_S)  # of a commit for a bucket that is away
 
 
 class _Away(Unavailable):
-    """The bucket did not answer: whether it has the commit is not known."""
+    """Whether the bucket has the commit is not known: it did not answer, or no memory was left to write it."""
 
 
 class BucketCatalog(Catalog):
@@ -70,7 +70,8 @@ class BucketCatalog(Catalog):
         self._disk = disk
         self._only_looks = only_looks
         self._accepts_older = accepts_older
-        self._pending = b""  # the image of a commit of which it is not known whether the bucket has it
+        self._is_ahead = False  # the memory has a commit of which it is not known whether the bucket has it
+        self._pending = b""  # that commit's image, if there was memory for it
         self._late: list[Callable[[], None]] = []  # done once it is known that the bucket has that commit
         self._is_away = False  # the bucket: the last commit waited for it in vain
         self._ending = threading.Event()
@@ -191,28 +192,29 @@ class BucketCatalog(Catalog):
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             raise
-        image = connection.serialize()
-        if image != self._state.image and not self._only_looks:
-            self._pending = image
-            try:
-                self._settle()
-            except _Away:
-                self._late = answers
-                raise
+        self._is_ahead = not self._only_looks
+        try:
+            self._settle()
+        except _Away:
+            self._late = answers
+            raise
         self._disk.reached("index: after commit")
         return answers
 
     def _settle(self) -> None:
         """Write the commit that the bucket may lack. Raises Unavailable: another store followed (LOCKED), or the bucket
         is away (INDEX_FAILED, CLOSED), and until it is back, nothing is read or written."""
-        if self._pending and not self._is_followed:
-            image, self._pending = self._pending, b""
-            self._is_followed = True  # if anything fails from here on, the memory has more than the bucket
+        if self._is_ahead and not self._is_followed:
+            self._is_followed = True  # if anything else fails from here on, the memory has more than the bucket
             try:
-                self._is_followed = not self._ship(image)
-            except _Away:
-                self._is_followed, self._pending = False, image
-                raise
+                image = self._pending = self._pending or _image(self._connection)
+                self._is_followed = image != self._state.image and not self._ship(image)
+            except (_Away, MemoryError) as error:
+                self._is_followed = False
+                words = "there is no memory for the index's image: the last commit may take effect"
+                no_room = _Away(words, reason="INDEX_FAILED", retry_after_s=RETRY_S)
+                raise error if isinstance(error, _Away) else no_room from None
+            self._is_ahead, self._pending = False, b""
             late, self._late = self._late, []
             for answer in () if self._is_followed else late:
                 with suppress(InvalidStateError):  # its caller got the refusal
@@ -290,6 +292,13 @@ class BucketCatalog(Catalog):
                     self._bucket.remove(name_of(number, kind))
         except OSError:
             return
+
+
+def _image(connection: sqlite3.Connection) -> bytes:
+    try:
+        return connection.serialize()
+    except sqlite3.Error as error:  # SQLite has no error of its own for this
+        raise MemoryError(str(error)) from None
 
 
 def _database(image: bytes) -> sqlite3.Connection:
