@@ -163,6 +163,8 @@ class BlobsOfNamespace:
     def set_aside(self, hash_: str, now_unix_ms: int, edition: int = 0) -> Aside:
         self._owner.check()
         aside = Aside(self.place, hash_, now_unix_ms)
+        while self._bucket.size_bytes(self._object(_aside_name(aside))) is not None:  # another edition's, of which one
+            aside = Aside(self.place, hash_, aside.since_unix_ms + 1)  # may be damaged: both stay
         self._tier.remove(self.place, hash_)
         self._bucket.rename(self._object(hash_, edition), self._object(_aside_name(aside)))
         return aside

@@ -480,3 +480,15 @@ def test_a_file_of_credentials_is_its_owners_alone_and_no_message_shows_it(
     with pytest.raises(InvalidArgument, match="name = value") as refused:
         open_bucket(WHERE, file)
     assert "hidden" not in refused.value.message
+
+
+def test_editions_of_a_blob_that_are_set_aside_at_one_moment_both_stay(tmp_path: Path, bucket: AwayBucket) -> None:
+    lab, hash_ = _lab(tmp_path / "a", bucket), "ab" * 32
+    assert lab.kept_blobs is not None
+    blobs = lab.kept_blobs.of(NS)
+    for name, data in ((hash_, b"whole"), (f"again/{hash_}/1", b"damaged")):
+        bucket.put(f"{blobs.place}/{name}", data)
+    asides = [blobs.set_aside(hash_, 1000, edition) for edition in (0, 1)]
+    assert {bytes(data) for data, _ in blobs.unverified(hash_, 100)} == {b"whole", b"damaged"}
+    assert blobs.list().asides == set(asides)
+    assert [lab.kept_blobs.remove_aside(each) for each in asides] == [5, 7]

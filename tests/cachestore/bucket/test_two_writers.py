@@ -252,7 +252,7 @@ def test_all_editions_of_a_namespace_that_no_row_knows_are_set_aside(tmp_path: P
         leave()
     with lab.open() as store:
         assert lie_there() == {first, second}
-        assert len(store._core.asides) == 2
+        assert len(store._core.asides) == 3  # both editions: one may be damaged
         leave()
         lab.clock.pass_s(1)
         store.care.check(repair=True)
