@@ -187,7 +187,8 @@ class LineCopies:
         expected = iter(missing)
         async with BlobIntake(self._store, order.namespace) as intake:
             # Opened before the peer sends: no other writer can change now what has arrived of it.
-            offset = await intake.resume(missing[0], BlobKind.TENSORS)
+            offset = await _resumed(intake, missing[0])
+            part = missing[0] if offset else None
             messages = remote.read_frames(missing, offset)
             async with aclosing(self._unstalled(messages, order.peer)) as arriving:
                 is_first = True
@@ -202,14 +203,14 @@ class LineCopies:
                             begins = None if is_first else digest
                             is_first = False
                         await _take_peers(intake, order.peer, begins, frame.offset, frame.data)
-                    if stored := _stored_so_far(intake, order.peer):
+                    if stored := _stored_so_far(intake, order.peer, part):
                         yield stored
             is_whole = next(expected, None) is None
             try:
                 await intake.end()
             except InvalidArgument:  # bytes of the last blob are missing
                 is_whole = False
-            if stored := _stored_so_far(intake, order.peer):
+            if stored := _stored_so_far(intake, order.peer, part):
                 yield stored
         if not is_whole:
             raise Unavailable(f"peer {order.peer} ended the stream early", reason="PEER_UNAVAILABLE", retry_after_s=5)
@@ -224,12 +225,10 @@ class LineCopies:
 
     def _finish_part(self, namespace: str, digest: Digest) -> bool:
         """Make a part with all its bytes a blob; False when it is not right, and gone."""
-        with self._store.blobs.open_writer(namespace, digest, BlobKind.TENSORS) as writer:
+        opened = self._store.blobs.open_writer
+        with contextlib.suppress(InvalidArgument), opened(namespace, digest, BlobKind.TENSORS) as writer:
             if writer.received_bytes == digest.size_bytes:
-                try:
-                    writer.finish()
-                except InvalidArgument:
-                    return False
+                writer.finish()
                 return True
         return False
 
@@ -247,10 +246,16 @@ class LineCopies:
                 raise Unavailable(f"silent for {self._stall_timeout_s:g} s") from None
 
     async def store_bytes(self, namespace: str, digest: Digest, data: bytes, kind: BlobKind) -> None:
-        def write() -> None:
+        def write_rest() -> None:
             with self._store.blobs.open_writer(namespace, digest, kind) as writer:
                 writer.write(writer.received_bytes, memoryview(data)[writer.received_bytes :])
                 writer.finish()
+
+        def write() -> None:
+            try:
+                write_rest()
+            except InvalidArgument:  # the part that was here may have been the wrong one, and is gone now
+                write_rest()
 
         others = _OtherWriters(self._stall_timeout_s)
         while True:
@@ -309,14 +314,24 @@ async def _take_peers(
         raise DataLoss(f"peer {peer}: {error.message}", reason=error.reason) from None
 
 
-def _stored_so_far(intake: BlobIntake, peer: str) -> list[Digest]:
-    """Blobs that became durable since the last call. A blob that fails its digest is the peer's damage."""
+async def _resumed(intake: BlobIntake, digest: Digest) -> int:
+    try:
+        return await intake.resume(digest, BlobKind.TENSORS)
+    except InvalidArgument:  # the part that was here was the wrong one, and is gone now
+        return await intake.resume(digest, BlobKind.TENSORS)
+
+
+def _stored_so_far(intake: BlobIntake, peer: str, part: Digest | None) -> list[Digest]:
+    """Blobs that became durable since the last call. A blob that fails its digest is the peer's damage, but for one of
+    which a part was here: that may have been the wrong one, and is gone now. Raises Unavailable of it."""
     stored: list[Digest] = []
     while not intake.outcomes.empty():
         outcome = intake.outcomes.get_nowait()
         if isinstance(outcome, Stored):
             stored.append(outcome.digest)
         elif isinstance(outcome, InvalidArgument):
+            if part is not None and outcome.metadata.get("digest") == part.hash:
+                raise Unavailable(outcome.message, reason=outcome.reason, retry_after_s=PAUSE_S)
             raise DataLoss(f"peer {peer}: {outcome.message}", reason=outcome.reason, metadata=outcome.metadata)
         elif outcome is not None:
             raise outcome

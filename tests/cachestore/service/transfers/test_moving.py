@@ -71,6 +71,41 @@ def test_a_pull_goes_on_with_a_part_that_lacks_only_its_end(
         assert Digest.of(store.blobs.read(NS, digest)) == digest
 
 
+def wrong_part(store: Store, digest: Digest, data: bytes, kind: BlobKind) -> None:
+    """What a writer of wrong bytes leaves when it is cut: all but the blob's end."""
+    with store.blobs.open_writer(NS, digest, kind) as writer:
+        writer.write(0, data[:-9] + bytes((data[-9] ^ 1,)))
+
+
+@pytest.mark.parametrize("kind", [BlobKind.MANIFEST, BlobKind.TENSORS])
+def test_a_pull_is_not_refused_for_wrong_bytes_of_an_earlier_writer(
+    store: Store, shared_store: RunningStore, kind: BlobKind
+) -> None:
+    turn = SyntheticAgent(SMALL, 33).turn(600)
+    with shared_store.client() as theirs:
+        if [agent for agent in theirs.list_agents(name_prefix="moving").agents if agent.agent_id == "moving"]:
+            theirs.delete_agent("moving")
+        publish(theirs, "moving", turn, 0)
+    first = turn.digests[0]
+    is_manifest = kind is BlobKind.MANIFEST
+    part = (turn.manifest_digest, turn.manifest_bytes) if is_manifest else (first, turn.new_blobs[first])
+    wrong_part(store, *part, kind)
+    version = asyncio.run(asyncio.wait_for(pulled(transfers(store, shared_store.address)), 30))
+    assert version.manifest == turn.manifest_digest
+    assert Digest.of(store.blobs.read(NS, part[0])) == part[0]
+
+
+def test_an_import_is_not_refused_for_wrong_bytes_of_an_earlier_manifest(store: Store) -> None:
+    turn = SyntheticAgent(SMALL, 34).turn(300)
+    wrong_part(store, turn.manifest_digest, turn.manifest_bytes, BlobKind.MANIFEST)
+
+    async def archive() -> AsyncIterator[bytes]:
+        yield b"".join(pack(turn.manifest, turn.new_blobs, agent_id="ada"))
+
+    version = asyncio.run(asyncio.wait_for(transfers(store).import_archive(NS, "ada", False, archive()), 60))
+    assert version.manifest == turn.manifest_digest
+
+
 def test_an_import_takes_any_number_of_known_blobs_in_one_piece(store: Store) -> None:
     turn = SyntheticAgent(SMALL, 32).turn(256 * 300)
     for start in range(0, 300, 100):
