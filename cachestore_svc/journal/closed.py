@@ -16,10 +16,13 @@ _MOST_BYTES = 1000
 
 
 def write(database: Path, log: Journal, disk: Disk) -> None:
-    """Note the bytes of a database and a journal that are closed. A failure leaves no note."""
+    """Note the bytes of a database and a journal that are closed. A failure leaves no note; nor does a journal that was
+    damaged meanwhile: the next start is to see that."""
     path = database.with_name(NAME)
     note = {"store": log.store, **log.position._asdict(), "base_bytes": log.base_bytes, "size_bytes": log.size_bytes}
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, MemoryError):
+        if not log.is_as_written():
+            return
         note["bytes"] = _bytes_of(database, log.path, disk)
         disk.remove(path)
         descriptor = disk.open_append(path)

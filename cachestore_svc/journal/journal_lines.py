@@ -114,6 +114,20 @@ def parse(data: bytes, *, salvages: bool = False, until: Position | None = None)
     return parsed
 
 
+def ends_at(data: bytes, position: Position) -> bool:
+    """Whether these are the lines that were written, up to a position's. Much quicker than `parse`."""
+    *lines, rest = data.split(b"\n")
+    if rest or not lines or not _is_written("", lines[0]):
+        return False
+    first, chain = json.loads(lines[0][_HEX + 1 :]), ""
+    base, last = int(first["lines"]) + 1, str(first["chain"])
+    for number, line in enumerate(lines):
+        if not _is_written(last if number == base else chain, line):
+            return False
+        chain = line[:_HEX].decode("ascii")
+    return len(lines) >= base and (chain if len(lines) > base else last) == position.chain
+
+
 def _follow(parsed: Parsed, found: list[Any], chain: str, *, is_group: bool) -> None:
     changes = found
     if is_group:
@@ -125,10 +139,9 @@ def _follow(parsed: Parsed, found: list[Any], chain: str, *, is_group: bool) -> 
 
 
 def _read_first(parsed: Parsed, line: bytes) -> bool:
-    data = line[_HEX + 1 :]
-    if line[: _HEX + 1].decode("ascii", "replace") != f"{checksum('', data)} ":
+    if not _is_written("", line):
         return False
-    first = json.loads(data)
+    first = json.loads(line[_HEX + 1 :])
     if first["journal"] != FORMAT:
         return False
     parsed.store, parsed.position = first["store"], Position(first["sequence"], first["chain"])
@@ -138,11 +151,15 @@ def _read_first(parsed: Parsed, line: bytes) -> bool:
 
 def _read(chain: str, line: bytes) -> list[Any] | None:
     """The line's JSON; None if this is not the line that was written."""
-    data = line[_HEX + 1 :]
-    if line[: _HEX + 1].decode("ascii", "replace") != f"{checksum(chain, data)} ":
+    if not _is_written(chain, line):
         return None
-    found: list[Any] = json.loads(data)
+    found: list[Any] = json.loads(line[_HEX + 1 :])
     return found
+
+
+def _is_written(chain: str, line: bytes) -> bool:
+    """Whether the line has the checksum of itself and all before it."""
+    return line[: _HEX + 1].decode("ascii", "replace") == f"{checksum(chain, line[_HEX + 1 :])} "
 
 
 def _line(chain: str, data: bytes) -> bytes:

@@ -78,15 +78,19 @@ def _index(core: Core, log: Journal) -> Iterator[Finding]:
         yield Finding(problem, "", words)
     for namespace, words in core.catalog.damage.items():
         yield Finding("INDEX_DAMAGED", namespace, words)
-    for namespace, damage in core.catalog.read(HOUSE, partial(_differences, log)).items():
+    differences = core.catalog.read(HOUSE, partial(_differences, log))
+    if differences is None:
+        yield Finding("DAMAGED_JOURNAL", "", "it ends too early: restart the store, which writes it again")
+    for namespace, damage in (differences or {}).items():
         if namespace not in core.catalog.damage:
             yield Finding("INDEX_DAMAGED", namespace, core.seals.plain(namespace, looking.words_of(damage)))
 
 
-def _differences(log: Journal, view: CatalogView) -> dict[str, dict[str, str]]:
+def _differences(log: Journal, view: CatalogView) -> dict[str, dict[str, str]] | None:
+    """By namespace and agent; None where the journal is not what was written, and shows nothing about the index."""
     # On the catalog's thread nothing is written meanwhile: both are at one position.
     recorded = log.shorter(log.size_bytes)
-    return replay.differences(recorded.state, view.state_anyway())
+    return replay.differences(recorded.state, view.state_anyway()) if recorded.position == log.position else None
 
 
 def _unknown_places(core: Core, repair: bool) -> Iterator[Finding]:

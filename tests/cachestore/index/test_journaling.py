@@ -114,6 +114,24 @@ def test_a_journal_stays_short_however_many_commits_there_were(lab: Lab, monkeyp
         store.snapshots.get(NS, "a")
 
 
+def test_a_journal_that_is_damaged_beside_a_store_is_named_and_written_again_by_the_next_start(lab: Lab) -> None:
+    """Also after a clean close, and the index, which is whole, is not called damaged: a recovery would lose more."""
+    agent, path = SyntheticAgent(SMALL, 1), lab.root / JOURNAL
+    with lab.open() as store:
+        for turn in range(5):
+            publish(store, "a", agent.turn(3), turn)
+        lines = path.read_bytes().split(b"\n")
+        lines[3] = lines[3][:-3] + b"???"
+        path.write_bytes(b"\n".join(lines))
+        assert {finding.problem for finding in store.care.check().findings} == {"DAMAGED_JOURNAL"}
+        head = store.snapshots.get(NS, "a")
+    with lab.open() as store:
+        assert store.care.check().is_clean
+        log = store._core.journal
+        assert log.shorter(log.size_bytes).position == log.position
+        assert store.snapshots.get(NS, "a").manifest == head.manifest
+
+
 def test_a_damaged_journal_is_not_cut_at_its_damage(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """A recovery would take what is left for all that there was, and lose each version behind that, and owners."""
     monkeypatch.setattr("cachestore_svc.journal.journal._LEAST_BYTES", 100)
