@@ -70,11 +70,13 @@ class BlobRegister(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NewBlob:
-    """A blob that somebody wants to write. `handed`: the token of the file in which it lies; "": its bytes come."""
+    """A blob that somebody wants to write. `handed`: the token of the file in which it lies; "": its bytes come.
+    `comes_whole`: all of them, so that none is taken from an interrupted write: those may be wrong."""
 
     digest: Digest
     kind: BlobKind
     handed: str = ""
+    comes_whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +243,7 @@ class PartWriter:
         self._blobs = writers.backend.of(namespace)
         self._register = register
         self._handed = blob.handed
+        self._comes_whole = blob.comes_whole
         self._check = check_for(blob.kind, digest.size_bytes)
         self._hasher = Hasher(min(digest.size_bytes, READ_BACK_BYTES) if blob.handed else 0)
         self._part: Part | None = None
@@ -249,6 +252,8 @@ class PartWriter:
     def resume(self) -> None:
         """Open the part, and read again what it holds. Raises OSError; InvalidArgument when it is of another kind."""
         taken = self._blobs.take(self.digest, self._handed) if self._handed else None
+        if self._comes_whole and self._left_bytes:
+            self._blobs.remove_part(self.digest.hash)
         self._part = taken or self._blobs.begin(self.digest.hash)
         for piece in self._part.pieces():
             self._check.feed(piece)

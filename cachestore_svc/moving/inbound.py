@@ -115,10 +115,10 @@ class BlobIntake:
         await self._leave_current()
         if offset == 0 and data and len(data) == digest.size_bytes <= MAX_FRAME_BYTES:
             await self._hold(len(data))
-            await self._take_whole(_Blob(NewBlob(digest, kind), data=data))
+            await self._take_whole(_Blob(NewBlob(digest, kind, comes_whole=True), data=data))
             return
         if offset == 0 and data:
-            self._current = _Blob(NewBlob(digest, kind))
+            self._current = _Blob(NewBlob(digest, kind, comes_whole=True))
         else:
             await self._begin_at(digest, kind, offset)
         await self.write(offset, data)

@@ -54,6 +54,20 @@ def test_an_interrupted_write_goes_on_where_it_stopped(store: Store) -> None:
     assert bytes(store.blobs.read(NS, digest)) == data
 
 
+def test_a_blob_that_comes_whole_has_no_bytes_of_an_interrupted_write(store: Store) -> None:
+    digest, data = a_block()
+    with store.blobs.open_writer(NS, digest, TENSORS) as writer:
+        writer.write(0, data[:4999] + bytes((data[4999] ^ 1,)))
+    [opened] = store.blobs.open_writers(NS, [NewBlob(digest, TENSORS, comes_whole=True)])
+    assert isinstance(opened, PartWriter)
+    assert opened.received_bytes == 0
+    with opened:
+        opened.write(0, data)
+        opened.finish()
+    assert bytes(store.blobs.read(NS, digest)) == data
+    assert store.statistics.of(NS).reserved_bytes == 0
+
+
 def test_bytes_that_are_not_the_digests_are_refused_and_not_kept(lab: Lab, store: Store) -> None:
     digest, data = a_block()
     wrong = data[:-1] + bytes([data[-1] ^ 1])

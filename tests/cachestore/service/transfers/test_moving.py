@@ -95,9 +95,12 @@ def test_a_pull_is_not_refused_for_wrong_bytes_of_an_earlier_writer(
     assert Digest.of(store.blobs.read(NS, part[0])) == part[0]
 
 
-def test_an_import_is_not_refused_for_wrong_bytes_of_an_earlier_manifest(store: Store) -> None:
-    turn = SyntheticAgent(SMALL, 34).turn(300)
+@pytest.mark.parametrize("tokens", [256, 300])
+def test_an_import_is_not_refused_for_wrong_bytes_of_earlier_writers(store: Store, tokens: int) -> None:
+    turn = SyntheticAgent(SMALL, 34).turn(tokens)
     wrong_part(store, turn.manifest_digest, turn.manifest_bytes, BlobKind.MANIFEST)
+    for digest in turn.digests:
+        wrong_part(store, digest, turn.new_blobs[digest], BlobKind.TENSORS)
 
     async def archive() -> AsyncIterator[bytes]:
         yield b"".join(pack(turn.manifest, turn.new_blobs, agent_id="ada"))
