@@ -98,10 +98,10 @@ def _format(reply_format: Mapping[str, str]) -> str:
     try:
         schema = json.loads(text)
     except ValueError:
-        raise InvalidArgument.of("json_schema", "expected JSON", reason="FORMAT_INVALID") from None
-    if isinstance(schema, dict):
-        schema = {"x-guidance": {"whitespace_pattern": WHITE_SPACE}, **schema}
-    return "%json " + json.dumps(schema, ensure_ascii=False)
+        schema = None
+    if not isinstance(schema, dict):  # `true` too, which would allow white space without a bound
+        raise InvalidArgument.of("json_schema", "expected a JSON object", reason="FORMAT_INVALID")
+    return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": WHITE_SPACE}, **schema}, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)

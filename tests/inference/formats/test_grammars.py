@@ -44,6 +44,7 @@ INVALID = (
     ("json_schema", '{"type":'),
     ("json_schema", '{"type": "objekt"}'),
     ("json_schema", "3"),
+    ("json_schema", "true"),
     ("json_schema", "[" * 60_000),
     ("json_schema", '{"$ref": "http://127.0.0.1:9/schema.json"}'),
     ("json_schema", '{"$ref": "file:///etc/passwd"}'),

@@ -148,7 +148,9 @@ def test_a_token_that_begins_other_things_too_binds_only_what_is_a_call() -> Non
     assert not takes(matcher, [token if token != ord("c") else ord("d") for token in call])
 
 
-def test_a_format_that_is_none_is_refused_by_name() -> None:
+@pytest.mark.parametrize("text", ["{", "true"])
+def test_a_format_that_is_none_is_refused_by_name(text: str) -> None:
+    """Without tools `true` was refused; beside them it was taken, with white space of any length."""
     with pytest.raises(InvalidArgument, match="json_schema"):
         reply_grammar(
             "json_tools",
@@ -156,5 +158,5 @@ def test_a_format_that_is_none_is_refused_by_name() -> None:
             one_call=False,
             spelling=LETTERS,
             kind=OR_FORMAT,
-            reply_format={"kind": "json_schema", "text": "{"},
+            reply_format={"kind": "json_schema", "text": text},
         )
