@@ -36,14 +36,13 @@ def weights_digest(directory: Path, cache_dir: Path) -> str:
     only a shortcut: when it cannot be read or written, the files are read again.
     """
     known = _read_cache(cache_dir / _CACHE_FILE)
-    digests = {
-        _file_identity(path): known.get(_file_identity(path)) or _file_digest(path) for path in weight_paths(directory)
-    }
+    files = [(_file_identity(path), path) for path in weight_paths(directory)]
+    digests = {identity: known.get(identity) or _file_digest(path) for identity, path in files}
     if not digests.items() <= known.items():
         _write_cache(cache_dir / _CACHE_FILE, {**known, **digests})
     hasher = blake3(b"kvasir.weights.v1")
-    for digest in digests.values():
-        hasher.update(bytes.fromhex(digest))
+    for identity, _ in files:  # of which some may be one: links
+        hasher.update(bytes.fromhex(digests[identity]))
     hasher.update(_computing_config(directory))
     return hasher.hexdigest()
 

@@ -1,6 +1,7 @@
 """A kept digest is checked behind the start, against the bytes."""
 
 import os
+import shutil
 from pathlib import Path
 
 import structlog
@@ -45,6 +46,17 @@ def test_files_that_are_gone_end_the_check(tmp_path: Path) -> None:
     weights_digest(directory, tmp_path)
     (directory / "model.safetensors").unlink()
     assert checked(directory, tmp_path) == []
+
+
+def test_a_shard_counts_as_often_as_it_is_there_however_it_is_linked(tmp_path: Path) -> None:
+    digests = []
+    for name, copy in (("copied", shutil.copy), ("linked", os.link)):
+        directory = write_family(tmp_path / name, LLAMA31)
+        shards = [directory / f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+        (directory / "model.safetensors").rename(shards[0])
+        copy(*shards)
+        digests.append(weights_digest(directory, tmp_path))
+    assert digests[0] == digests[1]
 
 
 def test_a_check_that_has_not_begun_ends_at_once(tmp_path: Path) -> None:
