@@ -133,6 +133,8 @@ class ModelHost(Generic[ServedT]):
                 await self._changing(lambda: self._unload(drop_unstored=False))
             except KvasirError as error:
                 _LOG.warning("model.kept_awake", reason=error.reason)
+            except Exception:  # noqa: BLE001 - it is logged, and the model may sleep later
+                _LOG.exception("model.kept_awake")
             self._asleep = self._asleep if self.served is None else ""
 
     async def _fallen_asleep(self) -> None:
@@ -216,7 +218,10 @@ class ModelHost(Generic[ServedT]):
         left = await self._retired(self.served, drop_unstored)
         served, name = self.served, self.loaded
         self.served, self.loaded = None, ""
-        await served.close()
+        try:
+            await served.close()
+        except Exception:  # noqa: BLE001 - it is logged; nobody uses the model any more, and another may be loaded
+            _LOG.exception("model.not_closed", model=name)
         del served
         await asyncio.to_thread(device_memory.give_back, is_first=self.loads == 1)
         self._unloaded()

@@ -106,3 +106,55 @@ def test_a_model_whose_unload_failed_stays(why: str) -> None:
         assert host.serving("a").stays == 1
 
     asyncio.run(scenario())
+
+
+class FailsOnce(SlowToGo):
+    """A model whose end fails at first in one of its steps, and that knows whether it goes on."""
+
+    def __init__(self, step: str) -> None:
+        super().__init__()
+        self.failing, self.stayed = [step], False
+        self.let_go.set()
+
+    def _try(self, step: str) -> None:
+        if step in self.failing:
+            self.failing.remove(step)
+            raise OSError("a library failed")
+
+    async def retire(self) -> MemoriesLeft:
+        self._try("retire")
+        return MemoriesLeft()
+
+    def stay(self) -> None:
+        self.stayed = True
+
+    async def close(self) -> None:
+        self._try("close")
+        await super().close()
+
+
+@pytest.mark.parametrize("step", ["retire", "close"])
+def test_models_go_on_falling_asleep_after_one_could_not(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The task ended, and a model whose memories could not be stored neither woke agents nor warmed up again."""
+    monkeypatch.setattr(device_memory, "give_back", lambda *, is_first: None)
+
+    async def scenario() -> None:
+        opened: list[FailsOnce] = []
+        slept: asyncio.Queue[bool] = asyncio.Queue()
+
+        async def open_model(_name: str, _path: str) -> FailsOnce:
+            opened.append(FailsOnce(step if not opened else ""))
+            return opened[-1]
+
+        host = ModelHost({"a": "/a"}, open_model, lambda: slept.put_nowait(host.sleeps))
+        await host.load("a")
+        keeping = asyncio.create_task(host.keep_alive(0.001))
+        try:
+            assert await asyncio.wait_for(slept.get(), 10)
+            assert opened[0].stayed == (step == "retire")
+            await host.awake("a")
+            assert await asyncio.wait_for(slept.get(), 10)
+        finally:
+            keeping.cancel()
+
+    asyncio.run(scenario())
