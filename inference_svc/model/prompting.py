@@ -97,13 +97,16 @@ class Prompting:
     async def twin(self, namespace: str) -> "Prompting":
         """A copy with threads of its own, made at the first call: it delays no work here. Raises Unavailable."""
         if self._twin is None:
-            self._twin = await self.run(namespace, lambda: self._copy())
+            return await self.run(namespace, self._copied)
+        return self._twin
+
+    def _copied(self) -> "Prompting":
+        """Of first calls at once, each comes here, and none may go away with the copy: one is made, and closed."""
+        if self._twin is None:
+            self._twin = Prompting(copy.deepcopy(self._tokenizer), self._token_text, self._now_ms)
             if self._is_closed:
                 self._twin.close()
         return self._twin
-
-    def _copy(self) -> "Prompting":
-        return Prompting(copy.deepcopy(self._tokenizer), self._token_text, self._now_ms)
 
     def close(self) -> None:
         self._is_closed = True

@@ -90,8 +90,7 @@ def test_a_large_conversation_is_rendered_where_no_other_turn_waits_and_no_count
     async def rendered() -> str:
         busy = asyncio.create_task(prompting.run("b", may_end.wait))
         recalled = recalled_by(asked, Recollection(None, Source.COLD, None), None)
-        prompting._twin = prompting._copy()
-        counted = asyncio.create_task(prompting._twin.run("c", may_end.wait))  # nor does it wait for a long count
+        counted = asyncio.create_task(prompting._copied().run("c", may_end.wait))  # nor does it wait for a long count
         making = asyncio.create_task(prompted(prompting, recalled))
         await asyncio.wait({making}, timeout=0.3 if turns_wait else 10)
         assert making.done() != turns_wait
@@ -103,6 +102,16 @@ def test_a_large_conversation_is_rendered_where_no_other_turn_waits_and_no_count
     clock = prompting.clock()
     conversation = dialogue(given.messages, (), GivenJson(), prompting.specials)
     assert text == render(prompting.template_at(clock), conversation)
+
+
+def test_first_counts_at_once_share_one_copy(prompting: Prompting) -> None:
+    """The copy of one of them was never closed: its thread stayed for as long as the process."""
+
+    async def scenario() -> None:
+        one, other = await asyncio.gather(prompting.twin("a"), prompting.twin("b"))
+        assert one is other
+
+    asyncio.run(scenario())
 
 
 def test_what_is_counted_holds_up_no_text_of_a_turn(prompting: Prompting) -> None:
