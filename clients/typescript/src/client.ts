@@ -260,16 +260,16 @@ export class Client {
     { replace, ...options }: CallOptions & { replace?: boolean } = {},
   ): Promise<SnapshotVersion> {
     const pieces = read(archive);
-    const first = pieces.next(); // now: a file's stream that fails while nobody reads it ends the process
     let unreadable: KvasirError | undefined;
-    first.catch((error: unknown) => (unreadable = notRead(error)));
+    const next = async () =>
+      pieces.next().catch((error: unknown) => {
+        throw (unreadable = notRead(error));
+      });
+    const first = next(); // now: a file's stream that fails while nobody reads it ends the process
+    first.catch(() => {});
     async function* requests() {
       yield { header: { agentId, replace } };
-      try {
-        for (let next = await first; !next.done; next = await pieces.next()) yield { data: next.value };
-      } catch (error) {
-        throw (unreadable = notRead(error));
-      }
+      for (let piece = await first; !piece.done; piece = await next()) yield { data: piece.value };
     }
     const ask = (given: CallOptions) => this.agents.importAgent(requests(), given);
     try {

@@ -141,6 +141,21 @@ test("an archive that cannot be read is no refusal of the service, and ends no p
   server.close();
 });
 
+test("a refusal that comes before the archive's end is the service's own", async () => {
+  const server = createServer().listen(0, "127.0.0.1");
+  await once(server, "listening");
+  server.on("stream", (stream: ServerHttp2Stream) => {
+    const refusal = { "grpc-status": "3", "grpc-message": "no archive" };
+    stream.respond({ ":status": 200, "content-type": "application/grpc", ...refusal }, { endStream: true });
+  });
+  const client = new Client(`127.0.0.1:${(server.address() as { port: number }).port}`);
+  const pieces = Array.from({ length: 50 }, () => new Uint8Array(1 << 20));
+  const thrown = await client.importAgent("ada", pieces).catch((error: unknown) => error);
+  client.close();
+  server.close();
+  assert.ok(thrown instanceof KvasirError && thrown.code === "INVALID_ARGUMENT" && thrown.message === "no archive", String(thrown));
+});
+
 async function turnsOfTheLoop(count: number): Promise<void> {
   for (let turn = 0; turn < count; turn++) await new Promise((resolve) => setImmediate(resolve));
 }
