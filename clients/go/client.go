@@ -11,6 +11,7 @@ import (
 	"context"
 	"crypto/tls"
 	"fmt"
+	"net/url"
 	"slices"
 	"strings"
 	"sync"
@@ -122,7 +123,11 @@ func Dial(address string, options ...Option) (*Client, error) {
 		}
 		dialing = append(dialing, grpc.WithPerRPCCredentials(bearer(*given.token)))
 	}
-	conn, err := grpc.NewClient(address, dialing...)
+	target := address
+	if path, isSocket := strings.CutPrefix(address, "unix:"); isSocket {
+		target = "unix:" + (&url.URL{Path: path}).EscapedPath() // gRPC reads a URL: # and ? would end the path
+	}
+	conn, err := grpc.NewClient(target, dialing...)
 	if err != nil {
 		return nil, invalid("address", "%v", err)
 	}

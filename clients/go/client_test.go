@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
+	"path/filepath"
 	"testing"
 	"time"
 
@@ -35,6 +37,35 @@ func TestAddressesThatAreRefused(t *testing.T) {
 		if found := AsError(err); client != nil || found == nil || found.Code != codes.Unauthenticated {
 			t.Errorf("%q: %v", token, err)
 		}
+	}
+}
+
+func TestASocketsPathMayHaveWhatEndsAURLsPath(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "one #2?.sock")
+	listener, err := net.Listen("unix", path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer listener.Close()
+	reached := make(chan struct{})
+	go func() {
+		if conn, err := listener.Accept(); err == nil {
+			close(reached)
+			conn.Close()
+		}
+	}()
+	client, err := Dial("unix:" + path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer client.Close()
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+	defer cancel()
+	go client.GetAgent(ctx, "ada")
+	select {
+	case <-reached:
+	case <-ctx.Done():
+		t.Error("nobody dialled the socket")
 	}
 }
 
