@@ -44,7 +44,7 @@ class TurnHandle:
 
     def cancel(self) -> None:
         """End the turn before its next cell or token. Idempotent; without effect once the turn is over."""
-        self._sequence.is_cancelled = True
+        self._sequence.wants_cancel = True
         self._post(_nothing)  # wakes it
 
     def files_stored(self) -> None:

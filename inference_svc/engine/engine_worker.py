@@ -400,7 +400,7 @@ class EngineWorker:
                 sequence.listener(events)
             except Exception:
                 logger.exception("turn.listener_failed")
-                sequence.is_cancelled = True
+                sequence.wants_cancel = True
 
     @property
     def _with_kv(self) -> list[Sequence]:

@@ -74,7 +74,7 @@ class Sequence:
         self.token_ids = plan.token_ids.growing()
         self.rewind_points: tuple[int, ...] = ()  # token counts to which a memory of a model with states can go back
         self.decoded_to = 0  # known once the turn has left its memory
-        self.is_cancelled = False  # set from any thread
+        self.wants_cancel = False  # set from any thread
         # What it holds on the MLX thread.
         self.kv: SequenceKV | None = None
         self.arrival: Arrival | None = None  # of its KV, while it is loaded
@@ -86,6 +86,7 @@ class Sequence:
         self.swapped: SwappedOut | None = None  # while it is preempted
         self._stage = Status.WAITING  # PREFILLING also while it decodes
         self._was_preempted = False
+        self._lost_to = 0  # tokens; up to there a preemption lost KV
         self._model = model
         self._full_reported = self._prefilled_reported = 0
         self._drafts_tried = self._drafts_right = self._drafts_coming = 0
@@ -109,6 +110,11 @@ class Sequence:
     @property
     def finish_reason(self) -> api.FinishReason | None:
         return self._reply.finish_reason
+
+    @property
+    def is_cancelled(self) -> bool:
+        """A cancel waits while KV that was lost is computed again, in its cells, if the part is kept that needs it."""
+        return self.wants_cancel and not (self.cells.computed < self._lost_to and self.keeps_its_part)
 
     @property
     def keeps_its_part(self) -> bool:
@@ -227,6 +233,7 @@ class Sequence:
         self._stage = Status.PREFILLING if self.plan.carried is None else Status.HELD
         self.arrival = None
         self._events.append(api.Resumed(computed, self.cells.computed - computed))
+        self._lost_to = self.cells.computed
         self.cells.resume(computed)
 
     def held(self) -> None:

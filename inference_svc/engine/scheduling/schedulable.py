@@ -61,8 +61,11 @@ class Schedulable(Hashable, Protocol):
     namespace: str | None  # turns of one namespace may share KV; a turn without a namespace shares with none
     priority: Priority
     longest_gap_s: float | None  # its own, or that of the rules
-    is_cancelled: bool  # it must end: it gets no more cells and tokens
     cells: Cells
+
+    @property
+    def is_cancelled(self) -> bool:
+        """It must end: it gets no more cells and tokens."""
 
     @property
     def agent_key(self) -> AgentKey | None:

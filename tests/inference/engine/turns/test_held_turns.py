@@ -1,5 +1,6 @@
 """Turns that one engine begins and another ends: tokens, text and memory are those of a turn that stayed."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -15,9 +16,11 @@ from inference_svc.engine.api import (
     Cold,
     Ended,
     Event,
+    FinishReason,
     Held,
     HeldTurn,
     Hot,
+    Keeps,
     Prefilled,
     Resumed,
     SamplingParams,
@@ -263,6 +266,26 @@ def test_a_held_turn_can_be_cancelled_and_its_taker_too(two: Two) -> None:
         each.handle.result(60).cancel()
         with pytest.raises(Cancelled):
             each.end()
+
+
+@pytest.mark.parametrize("delay_s", [0, 0.01])
+def test_a_cancel_keeps_the_part_of_a_turn_whose_rows_were_lost(
+    two: Two, stayed: Callable[[str], Turn], delay_s: float
+) -> None:
+    """Inside a cell it lost the part; between two cells, the whole prompt was computed in one pass."""
+    plan = replace(two.plan(two.source.key()), keeps=Keeps.PARTIAL)
+    before, held, _ = two.held(plan, Tokens, 9)
+    after = two.taken_up(plan, held, ())
+    before.handle.result(60).give_away()
+    after.handle.result(60).release()
+    time.sleep(delay_s)
+    after.handle.result(60).cancel()
+    ended = after.end()
+    assert ended.finish_reason is FinishReason.CANCELLED
+    assert ended.state.token_ids == held.carried.token_ids
+    assert plan.key is not None
+    blocks = len(ended.state.token_ids) // BLOCK_TOKENS
+    assert two.destination.files(plan.key)[:blocks] == stayed("greedy").files[:blocks]
 
 
 def test_a_turn_that_is_over_is_not_held(two: Two) -> None:
