@@ -122,7 +122,8 @@ class _StoredOfModel:
             return None
         self._list()
         wanted = array("I", tokens)
-        shared = {each.name: each.shared_with(wanted) for each in list(self._known.values())}
+        newest_first = reversed(list(self._known.values()))  # of equals the newest: an older one may be none that fits
+        shared = {each.name: each.shared_with(wanted) for each in newest_first}
         name = max(shared, key=shared.__getitem__, default="")
         if not name or shared[name] < least:
             return None
