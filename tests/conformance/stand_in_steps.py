@@ -108,6 +108,9 @@ def a_client_has_the_limits_of_every_client(program: Testee, world: World) -> No
     assert limit_s / 2 < engine.deadline_s <= 1.01 * limit_s, engine.deadline_s
     assert sum(engine.pieces) == archive.stat().st_size
     assert max(engine.pieces) <= RULES["archive_piece_bytes"]
+    with served(engine, f"unix:{world.files}/one #2?.sock") as address:  # a path, and no URL
+        program.call("connect", address=address)
+        assert program.call("get_agent", agent_id="ada")["version"] == 1
     path = "/".ljust(RULES["socket_path_bytes"], "x")
     program.call("connect", address=f"unix:{path}")
     with refusal("INVALID_ARGUMENT", "INVALID_FIELD", "address"):

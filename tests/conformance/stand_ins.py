@@ -150,15 +150,17 @@ def _abort(context: Any, error: KvasirError) -> None:
 
 
 @contextmanager
-def served(engine: FlakyEngine | MeasuringEngine | MovingEngine | SharingEngine) -> Iterator[str]:
-    """The engine's address on loopback."""
+def served(
+    engine: FlakyEngine | MeasuringEngine | MovingEngine | SharingEngine, address: str = "127.0.0.1:0"
+) -> Iterator[str]:
+    """The engine's address: on loopback, if no other is given."""
     server = grpc.server(futures.ThreadPoolExecutor(4))
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(engine, server)  # type: ignore[no-untyped-call]
     cachestore_pb2_grpc.add_AgentServiceServicer_to_server(engine, server)  # type: ignore[no-untyped-call]
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(address)
     server.start()
     try:
-        yield f"127.0.0.1:{port}"
+        yield address.replace(":0", f":{port}")
     finally:
         server.stop(grace=None)
 

@@ -4,11 +4,13 @@ Tokens never travel in the clear to another machine. A server may be pinned by i
 retries reads only, because repeating them changes nothing."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import quote
 
 import grpc
 import grpc.aio
@@ -107,6 +109,8 @@ def _target(address: str, tls: AnyTls | None) -> str:
         raise InvalidArgument.of("address", error) from None
     if tls is None and not parsed.is_loopback:
         raise InvalidArgument(f"address: {address} is another machine, so TLS is needed", field="tls")
+    if parsed.socket_path is not None:
+        return f"unix:{quote(os.fsencode(parsed.socket_path))}"  # gRPC reads a URL: # and ? would end the path
     return str(parsed)
 
 
