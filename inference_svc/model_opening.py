@@ -74,24 +74,14 @@ async def open_served(
     # A laptop that wakes must not believe in a lease that ended elsewhere while it slept, nor give a publication up.
     stats, owner, now_ms = shared.stats, shared.lease_owner, shared.now_ms
     woken = WokenAgents(Returns(_least_gap_s(settings)), lambda: now_ms() / 1e3)
-    on_deleted, limits = woken.returns.forget, settings.publishing
-    line_parts = LineParts(engine, copies, limits, stats, owner, clock, uptime_s, now_ms, on_deleted)
+    on_deleted, publishing = woken.returns.forget, settings.publishing
+    line_parts = LineParts(engine, copies, publishing, stats, owner, clock, uptime_s, now_ms, on_deleted)
     costs_file = await asyncio.to_thread(_known_costs, engine, shared)
     # Nothing is awaited from here on: stores that come later get lines by `ServedModel.add_store`.
     lines = {namespace: Lines(namespace, store, line_parts) for namespace, store in stores.items()}
-    parts = EngineParts(
-        engine,
-        prompting,
-        Recall(engine, lines),
-        ReusePlanner(engine, prompting, stores, costs_file.costs),
-        copies,
-        stores,
-        settings.turn_limits,
-        admission,
-        stats,
-        clock,
-        woken,
-    )
+    recall, planner = Recall(engine, lines), ReusePlanner(engine, prompting, stores, costs_file.costs)
+    limits = settings.turn_limits
+    parts = EngineParts(engine, prompting, recall, planner, copies, stores, limits, admission, stats, clock, woken)
     turns = TurnService(parts, TurnEnding(parts))
     for each in lines.values():
         each.start()
