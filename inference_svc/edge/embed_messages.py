@@ -14,6 +14,8 @@ from inference_svc.text.literal_text import utf8_bytes
 from inference_svc.turns.embedding.embedding_model import EmbeddingModel
 
 MAX_INPUTS = 256
+# Of one answer, in four bytes each: clients take messages of 4 MiB.
+MAX_VALUES = 1_000_000
 _TOKEN_BYTES = 4
 
 
@@ -38,11 +40,15 @@ def read_embed(request: pb.EmbedRequest, max_prompt_bytes: int) -> EmbedTexts:
     return EmbedTexts(texts, size_bytes, dimensions, request.truncate, priority_of(request))
 
 
-def check_dimensions(asked: int | None, dimensions: int) -> int:
-    """How many values are sent. Raises InvalidArgument for more than there are."""
-    if asked is not None and asked > dimensions:
-        raise InvalidArgument.of("dimensions", f"expected at most the model's {dimensions}, got {asked}")
-    return asked or dimensions
+def check_dimensions(asked: EmbedTexts, dimensions: int) -> int:
+    """How many values of a text are sent. Raises InvalidArgument for more than there are, or than one answer has."""
+    if asked.dimensions is not None and asked.dimensions > dimensions:
+        raise InvalidArgument.of("dimensions", f"expected at most the model's {dimensions}, got {asked.dimensions}")
+    sent = asked.dimensions or dimensions
+    if len(asked.texts) * sent > MAX_VALUES:
+        at_once = f"expected at most {MAX_VALUES // sent} at once, whose embeddings have {sent} values each"
+        raise InvalidArgument.of("inputs", f"{at_once}; got {len(asked.texts)}")
+    return sent
 
 
 def embed_response(model: str, found: Sequence[Embedded], dimensions: int) -> pb.EmbedResponse:

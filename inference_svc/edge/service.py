@@ -221,7 +221,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             self._check_serves()
             asked = read_embed(request, self._limits.max_prompt_bytes)
             embedder = await self._embedder(request.model)
-            dimensions = check_dimensions(asked.dimensions, embedder.dimensions)
+            dimensions = check_dimensions(asked, embedder.dimensions)
             with self._parts.admission.turn(caller.namespace, caller.name, asked.input_bytes):
                 found = [
                     await embedder.embed(

@@ -4859,7 +4859,7 @@ type EmbedRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Empty: the embedding model if there is one, else the loaded model.
 	Model string `protobuf:"bytes,1,opt,name=model,proto3" json:"model,omitempty"`
-	// 1 to 256.
+	// 1 to 256, and with all their embeddings' values at most 1,000,000.
 	Inputs []*EmbedInput `protobuf:"bytes,2,rep,name=inputs,proto3" json:"inputs,omitempty"`
 	// 1 to the model's: the first values alone, made the length 1 again. Default: all.
 	Dimensions *int32 `protobuf:"varint,3,opt,name=dimensions,proto3,oneof" json:"dimensions,omitempty"`
