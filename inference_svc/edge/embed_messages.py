@@ -40,14 +40,14 @@ def read_embed(request: pb.EmbedRequest, max_prompt_bytes: int) -> EmbedTexts:
     return EmbedTexts(texts, size_bytes, dimensions, request.truncate, priority_of(request))
 
 
-def check_dimensions(asked: EmbedTexts, dimensions: int) -> int:
+def check_dimensions(given: EmbedTexts, dimensions: int) -> int:
     """How many values of a text are sent. Raises InvalidArgument for more than there are, or than one answer has."""
-    if asked.dimensions is not None and asked.dimensions > dimensions:
-        raise InvalidArgument.of("dimensions", f"expected at most the model's {dimensions}, got {asked.dimensions}")
-    sent = asked.dimensions or dimensions
-    if len(asked.texts) * sent > MAX_VALUES:
+    if given.dimensions is not None and given.dimensions > dimensions:
+        raise InvalidArgument.of("dimensions", f"expected at most the model's {dimensions}, got {given.dimensions}")
+    sent = given.dimensions or dimensions
+    if len(given.texts) * sent > MAX_VALUES:
         at_once = f"expected at most {MAX_VALUES // sent} at once, whose embeddings have {sent} values each"
-        raise InvalidArgument.of("inputs", f"{at_once}; got {len(asked.texts)}")
+        raise InvalidArgument.of("inputs", f"{at_once}; got {len(given.texts)}")
     return sent
 
 
