@@ -249,6 +249,17 @@ def test_a_memory_with_states_has_no_seed_form() -> None:
     assert refused.value.reason == "NO_SEED_FORM"
 
 
+def test_a_memory_that_is_asleep_has_no_seed_form() -> None:
+    """Its rows are nowhere: they would be zeros."""
+    manifest, _ = a_memory(identity(), 300)
+    for field in ("blocks", "tail"):
+        manifest.ClearField(field)
+    manifest.asleep.SetInParent()
+    with pytest.raises(FailedPrecondition, match="asleep") as refused:
+        exported(manifest, {})
+    assert refused.value.reason == "NO_SEED_FORM"
+
+
 def _header_of(file: bytes) -> dict:
     (length,) = struct.unpack_from("<Q", file)
     return json.loads(file[8 : 8 + length])

@@ -70,9 +70,16 @@ def to_seed_file(
     manifest: manifest_pb2.Manifest, read_blob: Callable[[Digest], bytes], *, agent_id: str, model_id: str
 ) -> Iterator[bytes]:
     """Yield the bytes of one safetensors file, tensor by tensor; a group's blobs are read once each, and held in
-    memory. Raises FailedPrecondition for a memory with recurrent layers: the form has no place for their states."""
+    memory. Raises FailedPrecondition for a memory with recurrent layers: the form has no place for their states; and
+    for one that is asleep."""
     identity = manifest.kv_identity
     _check_has_form(identity)
+    if manifest.HasField("asleep"):
+        raise FailedPrecondition(
+            "the seed's form holds rows of tokens, and this memory is asleep; use the archive form, or export it after "
+            "the agent's next turn",
+            reason="NO_SEED_FORM",
+        )
     groups = _groups_of(manifest)
     specs = (spec for group in groups for spec in group.seed_specs(identity))
     yield _header(specs, _metadata(manifest, agent_id, model_id))
