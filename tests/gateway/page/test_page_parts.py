@@ -1,11 +1,15 @@
 """The page's parts without services: the drawn tree, the ring of an hour, bars, and who is let in."""
 
 import asyncio
+import json
 import resource
+import shutil
+import subprocess
 import sys
 import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from datetime import UTC, datetime, timedelta, timezone
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +20,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir_gateway.door.bodies import Rooms
 from kvasir_gateway.door.security import Gate
 from kvasir_gateway.metrics import _ROUTE
+from kvasir_gateway.page import routes
 from kvasir_gateway.page.conversation.listing import day_of
 from kvasir_gateway.page.look import Sources
 from kvasir_gateway.page.managing import _progress
@@ -29,6 +34,7 @@ from kvasir_gateway.page.tree import Row, rows
 from kvasir_gateway.reading.titles import first_words, title_of
 from kvasir_gateway.turn import Said
 
+ASSETS = Path(routes.__file__).parent / "assets"
 KEY = "kvasir-test-key-of-the-page-00000000"
 OTHER_KEY = "kvasir-test-key-of-the-page-11111111"
 
@@ -429,3 +435,31 @@ def test_the_hours_speed_is_the_middle_and_nineteen_of_twenty_of_its_turns() -> 
     assert history.speed("second") is None
     clock.now_s += 60 * MINUTES
     assert history.speed("first") is None
+
+
+NODE = shutil.which("node")
+READS_EVENTS = """
+import { eventsOf } from "./events.mjs";
+delete ReadableStream.prototype[Symbol.asyncIterator]; // as in a Safari
+delete ReadableStream.prototype.values;
+const pieces = ["event: delta\\nda", 'ta: {"text": "caf\u00e9"}\\n\\nevent: ended\\n', "data: 1\\n\\n", "event: cut\\n"];
+const left = [];
+const body = () => new ReadableStream({
+  pull(stream) { pieces.length ? stream.enqueue(new TextEncoder().encode(pieces.shift())) : stream.close(); },
+  cancel() { left.push("cancelled"); },
+}, { highWaterMark: 0 });
+const all = [];
+for await (const event of eventsOf({ body: body() })) all.push(event);
+pieces.push('event: refused\\ndata: {}\\n\\n', "never read", "nor this", "nor that");
+for await (const _ of eventsOf({ body: body() })) break;
+await new Promise((done) => setTimeout(done, 10));
+console.log(JSON.stringify([all, left]));
+"""
+
+
+@pytest.mark.skipif(NODE is None, reason="there is no Node.js here")
+def test_the_pages_script_reads_events_where_streams_cannot_be_looped_over(tmp_path: Path) -> None:
+    (tmp_path / "events.mjs").write_bytes((ASSETS / "events.js").read_bytes())
+    (tmp_path / "reads.mjs").write_text(READS_EVENTS)
+    read = subprocess.run([str(NODE), "reads.mjs"], cwd=tmp_path, stdout=subprocess.PIPE, check=True, timeout=60)
+    assert json.loads(read.stdout) == [[["delta", {"text": "café"}], ["ended", 1]], ["cancelled"]]

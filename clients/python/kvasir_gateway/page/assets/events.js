@@ -3,15 +3,20 @@ export function post(address, fields) {
   return fetch(address, { method: "POST", body: new URLSearchParams(fields), headers: { accept: "text/event-stream" } });
 }
 
-// The events of an answer, as [name, value].
+// The events of an answer, as [name, value]. By a reader: many a Safari has no loop over a stream.
 export async function* eventsOf(answer) {
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
-  for await (const piece of answer.body.pipeThrough(new TextDecoderStream())) {
-    const events = (rest + piece).split("\n\n");
-    rest = events.pop();
-    for (const event of events) {
-      const [, name, data] = /^event: (.*)\ndata: (.*)$/.exec(event) ?? [];
-      if (name) yield [name, JSON.parse(data)];
+  try {
+    for (let piece = await reader.read(); !piece.done; piece = await reader.read()) {
+      const events = (rest + piece.value).split("\n\n");
+      rest = events.pop();
+      for (const event of events) {
+        const [, name, data] = /^event: (.*)\ndata: (.*)$/.exec(event) ?? [];
+        if (name) yield [name, JSON.parse(data)];
+      }
     }
+  } finally {
+    reader.cancel().catch(() => {}); // whoever reads no further leaves the answer
   }
 }
