@@ -90,11 +90,11 @@ class HandOverService(handover_pb2_grpc.HandOverServiceServicer):  # type: ignor
         return written(pb.HandOverTurnResponse, given)
 
     async def ReadTurn(self, request: pb.ReadTurnRequest, context: Any) -> None:
-        caller, served = current_principal(), self._parts.host.serving("")  # may raise, and the token is good once
+        caller = current_principal()
         reply = self._parts.resumes.claim(request.resume_token, caller.namespace, request.caller, _peer(caller))
         name_call(reply.request_id)
         reader, key = _Reader(context), (caller.name, request.resume_token)
-        telling = self._read[key] = asyncio.create_task(self._parts.telling.tell(reply, served, reader))
+        telling = self._read[key] = asyncio.create_task(self._parts.telling.tell(reply, reader))
         telling.add_done_callback(lambda _: self._read.pop(key))
         try:
             await asyncio.shield(telling)

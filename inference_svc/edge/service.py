@@ -119,9 +119,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             if request.resume_token:
                 await self._resume(request, caller, context)
             else:
-                await self._generate(request, caller, context)
+                reply = await self._begun(request, caller)
+                await self._parts.telling.tell(reply, context, request.followed_peers)
 
-    async def _generate(self, request: pb.GenerateRequest, caller: Principal, context: Any) -> None:
+    async def _begun(self, request: pb.GenerateRequest, caller: Principal) -> WaitingReply:
         self._check_serves()
         new = {"new_request_id": _id_of_call, "new_seed": new_seed}
         checked = await self._checked(request, caller, messages.turn_request, **new)
@@ -131,8 +132,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             tried, fitted = served, await fit(checked, served, self._parts.formats)
             served = await self._parts.host.awake(request.model)
         running = served.turns.begin(fitted)
-        reply = WaitingReply(running, checked.request_id, caller.namespace, caller.name)
-        await self._parts.telling.tell(reply, served, context, request.followed_peers)
+        whose = checked.request_id, caller.namespace, caller.name
+        return WaitingReply(running, *whose, served.name, served.engine.token_text.bytes_of)
 
     async def _checked(
         self, request: Any, caller: Principal, check: Callable[..., TurnRequest], **new: Callable[[], Any]
@@ -148,10 +149,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         followed = request.followed_peers
         if request != pb.GenerateRequest(resume_token=request.resume_token, followed_peers=followed):
             raise errors.InvalidArgument.of("resume_token", "expected nothing beside it but followed_peers")
-        served = self._parts.host.serving("")  # may raise, and the token is good once
         reply = self._parts.resumes.claim(request.resume_token, caller.namespace, caller.name)
         name_call(reply.request_id)
-        await self._parts.telling.tell(reply, served, context, followed)
+        await self._parts.telling.tell(reply, context, followed)
 
     async def Warm(self, request: pb.WarmRequest, context: Any) -> pb.WarmResponse:
         events, model_name = await self._events(request, messages.warm_request)

@@ -16,7 +16,6 @@ from kvasir.waits import ANSWER_S
 from inference_svc.edge import messages
 from inference_svc.edge.peer_links import Peers
 from inference_svc.handover.resume_tokens import WaitingReply
-from inference_svc.served_model import ServedModel
 from inference_svc.turns.turn_data import TurnMoved
 
 _LOG = structlog.get_logger(__name__)
@@ -32,19 +31,16 @@ class Telling:
         self.is_stopping = is_stopping
         self._ending: set[asyncio.Task[None]] = set()
 
-    async def tell(
-        self, reply: WaitingReply, served: ServedModel, context: Any, followed: Collection[str] = ()
-    ) -> None:
+    async def tell(self, reply: WaitingReply, context: Any, followed: Collection[str] = ()) -> None:
         """The reply to its end. A move to a peer that is `followed`, or while this engine stops, ends it with Moved. A
         reader that leaves cancels the turns."""
-        bytes_of = served.engine.token_text.bytes_of
         try:
             async with aclosing(reply.choices.events()) as events:
                 async for choice, event in events:
                     if isinstance(event, TurnMoved) and event.peer not in followed and not self.is_stopping():
                         await self._pass_on(reply, event, context)
                     else:
-                        told = messages.response(event, reply.request_id, served.name, choice, bytes_of)
+                        told = messages.response(event, reply.request_id, reply.model, choice, reply.bytes_of)
                         await send(context, told, self._stall_s)
         except errors.Unavailable as error:
             moved = _uncertain(error)

@@ -17,10 +17,14 @@ _MOST = 256
 
 @dataclass(frozen=True, slots=True)
 class WaitingReply:
+    """It names its model and does not hold it: a reader may take the rest when another model is loaded."""
+
     choices: Choices
     request_id: str
     namespace: str
     caller: str
+    model: str
+    bytes_of: Callable[[int], bytes]  # of one of the model's tokens
     peer: str = ""  # that gave the turn, and may read it for the caller; empty: an engine of this store
     ends_s: float = 0.0
 

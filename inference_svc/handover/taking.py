@@ -36,7 +36,7 @@ class Taking:
         if not opening.choices or not set(opening.choices) <= set(range(request.choices)):
             raise InvalidArgument.of("opening.choices", "expected some of the request's")
         self._turns = turns
-        self._model = engine.model
+        self._model, self._token_text = engine.model, engine.token_text
         self._room = room
         self._tokens = tokens
         self._opening = opening
@@ -112,8 +112,9 @@ class Taking:
         assert self._choices is not None
         self._is_owned = True
         request = self._request
-        peer, caller = self._opening.begun.peer, request.origin.caller
-        reply = WaitingReply(self._choices, request.request_id, request.namespace, caller, peer)
+        whose = request.request_id, request.namespace, request.origin.caller
+        told_by = self._model.name, self._token_text.bytes_of
+        reply = WaitingReply(self._choices, *whose, *told_by, self._opening.begun.peer)
         self._tokens.offer(promise.resume_token, reply)
 
     async def go_on(self) -> None:

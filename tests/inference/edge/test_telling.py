@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from inference_svc.turns.turn_data import TurnEvent, TurnMoved
 
 DELTA, FINISHED = pb.GenerateResponse(delta=pb.Delta(text="on")), pb.GenerateResponse(finished=pb.Finished())
 ELSEWHERE = pb.GenerateResponse(moved=pb.Moved(peer="attic", resume_token="theirs"))
-SERVED: Any = SimpleNamespace(name="model", engine=SimpleNamespace(token_text=SimpleNamespace(bytes_of=None)))
 UNCERTAIN = {"peer": "studio", "resume_token": "token"}
 
 
@@ -80,7 +78,8 @@ def told(
         telling = Telling(peer, 5.0, lambda: is_stopping)  # type: ignore[arg-type]
         choices: Any = Choices(error)
         try:
-            await telling.tell(WaitingReply(choices, "request", "home", "ada"), SERVED, reader, followed)
+            reply = WaitingReply(choices, "request", "home", "ada", "model", bytes_of=lambda _token: b"")
+            await telling.tell(reply, reader, followed)
         finally:
             assert choices.is_cancelled
             await asyncio.gather(*telling._ending)

@@ -52,7 +52,7 @@ class Clock:
 
 
 def reply(namespace: str = "home") -> WaitingReply:
-    return WaitingReply(cast("Choices", object()), "request", namespace, "ada")
+    return WaitingReply(cast("Choices", object()), "request", namespace, "ada", "model", lambda _token: b"")
 
 
 def test_a_token_is_for_one_reader_once_and_for_minutes() -> None:

@@ -9,12 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
 from kvasir import errors
 from kvasir.clients import InferenceClient, Reply
 from kvasir.credentials import ADMIN, CLIENT, Principal, write_credentials
 from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.inference.v1 import inference_pb2_grpc
 
 from tests.inference.engine.tiny_models import LLAMA, write_model
 from tests.running.system_fixtures import House, running_house
@@ -113,6 +115,22 @@ def test_what_is_not_loaded_is_refused_with_what_to_do_and_no_path_is_taken_from
             assert "'first', 'second', 'broken'" in none.value.message
         client.load_model("first")
         assert client.reply(prompt="hello", sampling=GREEDY).started.model == "first"
+
+
+def test_a_reader_that_takes_its_time_keeps_no_model_in_memory(house: House) -> None:
+    """On a Mac with room for one model the next one would not fit beside it."""
+    small_window = [("grpc.http2.lookahead_bytes", 16 << 10), ("grpc.http2.bdp_probe", 0)]
+    sampling = pb.Sampling(max_tokens=80, logprobs=True, top_logprobs=20)
+    with house.client() as client, grpc.insecure_channel(house.engine.address, small_window) as channel:
+        generate = inference_pb2_grpc.InferenceServiceStub(channel).Generate  # type: ignore[no-untyped-call]
+        events = generate(pb.GenerateRequest(prompt="door", sampling=sampling))
+        next(events)
+        client.unload_model()
+        left_bytes = int(re.findall(r"left_bytes\W+(\d+)", house.engine.log)[-1])
+        rest = list(events)
+    assert left_bytes < 1 << 16, "of weights and pages"
+    assert len(rest) < 80, "most of the reply was unread"
+    assert rest[-1].finished.usage.completion_tokens == 80
 
 
 def test_a_model_that_cannot_be_loaded_leaves_the_one_before(house: House) -> None:
