@@ -442,7 +442,7 @@ READS_EVENTS = """
 import { eventsOf } from "./events.mjs";
 delete ReadableStream.prototype[Symbol.asyncIterator]; // as in a Safari
 delete ReadableStream.prototype.values;
-const pieces = ["event: delta\\nda", 'ta: {"text": "caf\u00e9"}\\n\\nevent: ended\\n', "data: 1\\n\\n", "event: cut\\n"];
+const pieces = ["event: delta\\nda", 'ta: {"text": "caf\u00e9"}\\n\\nevent: ended\\n', "data: 1\\n\\n", "event: c"];
 const left = [];
 const body = () => new ReadableStream({
   pull(stream) { pieces.length ? stream.enqueue(new TextEncoder().encode(pieces.shift())) : stream.close(); },
