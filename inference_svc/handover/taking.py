@@ -113,8 +113,8 @@ class Taking:
         self._is_owned = True
         request = self._request
         whose = request.request_id, request.namespace, request.origin.caller
-        told_by = self._model.name, self._token_text.bytes_of
-        reply = WaitingReply(self._choices, *whose, *told_by, self._opening.begun.peer)
+        model = self._model.name, self._token_text.bytes_of
+        reply = WaitingReply(self._choices, *whose, *model, self._opening.begun.peer)
         self._tokens.offer(promise.resume_token, reply)
 
     async def go_on(self) -> None:
