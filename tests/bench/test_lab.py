@@ -1,6 +1,7 @@
 """The bench's lab: how much is measured, when it stops, and that each kind of model can be restored in it."""
 
 import json
+import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from kvasir_bench.engine.cases import interruptions
 from kvasir_bench.engine.cases.decode import MIXED, contexts, fitting
 from kvasir_bench.engine.cases.memory_bytes import exact_bytes
 from kvasir_bench.engine.lab import Lab, MeasuredEngine, Scope
+from kvasir_bench.program import keep
 
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.probing.real_layouts import REAL_LAYOUTS, byte_costs
@@ -158,6 +160,24 @@ def test_the_model_that_ships_answers_questions_by_windows(tmp_path: Path) -> No
     engine.close()
     assert own["tokens_per_pass"] >= 2.5
     assert own["p_cache"] >= 0.6
+
+
+def test_a_full_disk_costs_what_is_kept_neither_the_last_row_nor_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "kept.json"
+    keep(file, {"rows": 1})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))  # as if the disk had no more room
+    try:
+        keep(file, {"rows": "2" * 1000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert json.loads(file.read_text()) == {"rows": 1}
+    assert f"{file}: not kept: " in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [file]
+    keep(file, {"rows": 3})
+    assert json.loads(file.read_text()) == {"rows": 3}
 
 
 LOGS = """import structlog

@@ -37,9 +37,20 @@ def printed(measure: Callable[[], Mapping[str, Any]]) -> int:
 
 
 def keep(file: Path | None, results: Mapping[str, Any]) -> None:
-    """Write what is known so far into the file, if there is one."""
-    if file is not None:
-        file.write_text(json.dumps(results, indent=1), "utf-8")
+    """Write what is known so far into the file, if there is one: all of it, or what was there stays. A full disk costs
+    the file, and not the run.
+    """
+    if file is None:
+        return
+    place = file.resolve()
+    new = place.with_name(f"{place.name}.new")
+    try:
+        new.write_text(json.dumps(results, indent=1), "utf-8")
+        new.replace(place)
+    except OSError as error:
+        progress(f"{file}: not kept: {error.strerror}")
+        with contextlib.suppress(OSError):
+            new.unlink()
 
 
 def progress(text: str) -> None:
