@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -309,6 +310,24 @@ def test_a_suite_whose_time_is_over_counts_the_tests_that_it_has_run(
         assert [each["is_met"] for each in value["claims"]] == [passes], value
         assert (tmp_path / "ended").exists()
     assert value["failed_tests"] == ["test_it.py::test_first"]
+
+
+def test_a_step_that_is_ended_ends_its_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A suite has no limit of its own: it would go on for hours behind a proof that was killed."""
+    (tmp_path / "pyproject.toml").write_text("")
+    (tmp_path / "test_it.py").write_text(
+        "import pathlib, time\ndef test_it():\n    pathlib.Path('began').touch()\n    time.sleep(30)\n"
+    )
+
+    def ended(*_: Any, **__: Any) -> Any:
+        until((tmp_path / "began").exists)
+        raise SystemExit(1)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", ended)
+    began = time.monotonic()
+    with pytest.raises(SystemExit):
+        exactness._counted(tmp_path, ["test_it.py"], lambda _: None)
+    assert time.monotonic() - began < 20
 
 
 def test_the_estimates_of_a_whole_proof_are_about_fifteen_minutes() -> None:

@@ -168,3 +168,6 @@ def _within(seconds: float, command: Sequence[str], root: Path) -> tuple[bool, i
             running.send_signal(signal.SIGINT)  # it ends its fixtures' services, and counts
             out, err = running.communicate()
             return True, running.returncode, out, err
+        except BaseException:
+            running.send_signal(signal.SIGINT)  # whoever ends this step ends its tests
+            raise
