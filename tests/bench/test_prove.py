@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from kvasir import credentials
 from kvasir.errors import FailedPrecondition, InvalidArgument, Unavailable
 from kvasir_bench.prove import command, exactness
+from kvasir_bench.prove import steps as proof_steps
 from kvasir_bench.prove.exactness import Decoded
 from kvasir_bench.prove.figures import read_shown, side_by_side
 from kvasir_bench.prove.page import page
@@ -328,6 +330,19 @@ def test_a_step_that_is_ended_ends_its_tests(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(SystemExit):
         exactness._counted(tmp_path, ["test_it.py"], lambda _: None)
     assert time.monotonic() - began < 20
+
+
+def test_a_reply_that_a_loss_changes_breaks_a_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    def met(*are_exact: bool) -> bool:
+        found = {"rows": [{"is_exact": each} for each in are_exact]}
+        monkeypatch.setattr(proof_steps, "measured_services", lambda *_, **__: nullcontext())
+        monkeypatch.setattr(proof_steps, "measure_path", lambda *_: found)
+        [step] = [each for each in REAL_STEPS if each.name == "memory-path"]
+        [claim] = step.measure(ProofScope(is_quick=True), lambda _: None)["claims"]
+        return bool(claim["is_met"])
+
+    assert met(True, True)
+    assert not met(True, False)
 
 
 def test_the_estimates_of_a_whole_proof_are_about_fifteen_minutes() -> None:

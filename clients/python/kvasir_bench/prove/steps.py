@@ -11,7 +11,7 @@ from kvasir_bench.memory_path.campaign import measure as measure_path
 from kvasir_bench.memory_path.services import measured_services, memory_gib_for
 from kvasir_bench.program import measured_by
 from kvasir_bench.prove import exactness, machine
-from kvasir_bench.prove.step import ProofScope, Report, Shown, Step, Table, Value
+from kvasir_bench.prove.step import ProofScope, Report, Shown, Step, Table, Value, claim
 from kvasir_bench.system import SHORT_HOME
 from kvasir_bench.tables import cells, verdicts
 
@@ -44,7 +44,9 @@ def _memory_path(scope: ProofScope, report: Report) -> Value:
     played = ("--shape", _QUICK_SHAPE if scope.is_quick else _SHAPE, "--prefill-tokens-per-s", str(_PREFILL_PER_S))
     room = memory_gib_for(max(lengths))
     with measured_services(SHORT_HOME, model="", played=played, memory_gib=room) as services:
-        return measure_path(PathScope(lengths, 1, is_quick=scope.is_quick), services, report)
+        found = measure_path(PathScope(lengths, 1, is_quick=scope.is_quick), services, report)
+    what = "after each loss an agent's reply is the one that it gives while it is hot, token for token"
+    return {"claims": [claim(what, all(row["is_exact"] for row in found["rows"]))], **found}
 
 
 def _shown_attention(value: Mapping[str, Any]) -> Shown:
