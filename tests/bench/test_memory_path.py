@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvasir_bench.memory_path import findings, machine
+from kvasir_bench.memory_path import campaign, findings, machine
 
 SECONDS = {"cold": 2.0, "hot": 0.1, "from_ram": 0.5, "engine_killed": 0.4, "both_killed": 2.2}
 
@@ -82,6 +82,23 @@ def test_a_run_that_was_ended_has_rows_of_what_it_saw() -> None:
     assert row["hot_s"] == 0.1
     assert row["both_killed_s"] is None
     assert list(findings.lines(results))
+
+
+def test_a_length_is_measured_once_and_one_that_the_context_cuts_is_called_what_it_is_cut_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A target is by length: 7,552 tokens must not pass for 32,768."""
+    results = run_of()
+    known = results["agents"][0]
+    monkeypatch.setattr(campaign, "words_per_token", lambda _: 0.5)
+    monkeypatch.setattr(
+        campaign, "_live", lambda *_: {name: known[name] for name in ("cold", "hot", "short", "stored_s")}
+    )
+    scope = campaign.PathScope((600, 600, 8192, 32768), repeats=2)
+    client: Any = None
+    agents = campaign._begin(scope, client, 8192, results, lambda _: None, lambda: 0.0, lambda _: None)
+    assert [row["length"] for row in findings.complete(results)["rows"]] == [600, 7552]
+    assert [agent.name for agent in agents] == ["bench-600-0", "bench-7552-0", "bench-600-1", "bench-7552-1"]
 
 
 def test_the_page_cache_forgets_a_file_when_it_is_asked_to(tmp_path: Path) -> None:

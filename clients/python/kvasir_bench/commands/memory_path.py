@@ -17,7 +17,9 @@ from kvasir_bench.memory_path.services import measured_services, memory_gib_for
 from kvasir_bench.program import keep
 from kvasir_bench.system import SHORT_HOME
 
-LengthsOption = Annotated[str, option("Tokens of agents' memories, separated by commas.")]
+LengthsOption = Annotated[
+    str, option("Tokens of agents' memories, separated by commas; what is beyond the model's context is cut.")
+]
 ModelOption = Annotated[str, option("A directory or name of an mlx-lm model. Default: the shipped model, or --shape.")]
 ShapeOption = Annotated[str, option("Instead, fill pages of this model's shape without computing them; llama-3.1-8b.")]
 PrefillRateOption = Annotated[

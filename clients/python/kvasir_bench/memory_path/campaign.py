@@ -72,14 +72,15 @@ def _begin(
 ) -> list[Agent]:
     agents: list[Agent] = []
     results["agents"] = []
-    ratio = words_per_token(client)
+    ratio, most = words_per_token(client), context_tokens - SPARE_TOKENS
+    # What the context cuts has the length that it is cut to: targets are by length.
+    lengths = dict.fromkeys(min(length, most) for length in scope.lengths)
     for repeat in range(scope.repeats):
         if scope.time_limit_s and repeat and elapsed_s() > scope.time_limit_s:
             break
-        for length in scope.lengths:
+        for length in lengths:
             say(f"{length} tokens, {repeat + 1} of {scope.repeats}: cold, stored, hot")
-            words = round(min(length, context_tokens - SPARE_TOKENS) * ratio)
-            agent = Agent(client, f"bench-{length}-{repeat}", words, REPLY_TOKENS)
+            agent = Agent(client, f"bench-{length}-{repeat}", round(length * ratio), REPLY_TOKENS)
             agents.append(agent)
             results["agents"].append({"length": length, "repeat": repeat, **_live(agent, client)})
             keep(complete(results))
