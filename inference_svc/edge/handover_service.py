@@ -106,8 +106,12 @@ class HandOverService(handover_pb2_grpc.HandOverServiceServicer):  # type: ignor
             raise
 
     async def EndTurn(self, request: pb.EndTurnRequest, context: Any) -> pb.EndTurnResponse:
-        if (telling := self._read.get((current_principal().name, request.resume_token))) is not None:
+        caller, token = current_principal(), request.resume_token
+        if (telling := self._read.get((caller.name, token))) is not None:
             telling.cancel()
+        else:
+            with contextlib.suppress(NotFound):
+                self._parts.resumes.claim(token, caller.namespace, None, _peer(caller)).choices.cancel()
         return pb.EndTurnResponse()
 
     def _to_its_end(self, work: Coroutine[Any, Any, T]) -> "asyncio.Future[T]":

@@ -48,12 +48,12 @@ class ResumeTokens:
             del self._waiting[own[0]]
         self._waiting[token] = replace(reply, ends_s=self._clock() + LIVES_S)
 
-    def claim(self, token: str, namespace: str, caller: str, peer: str | None = None) -> WaitingReply:
-        """The reply of a token, which is used up. `peer`: that which gave the turn reads it for the caller. Raises
-        NotFound (RESUME_TOKEN_UNKNOWN), the same for every reason."""
+    def claim(self, token: str, namespace: str, caller: str | None, peer: str | None = None) -> WaitingReply:
+        """The reply of a token, which is used up. `peer`: that which gave the turn reads it for the caller; None: it
+        ends it. Raises NotFound (RESUME_TOKEN_UNKNOWN), the same for every reason."""
         self._forget_old()
         reply = self._waiting.get(token)
-        is_own = reply is not None and (reply.namespace, reply.caller) == (namespace, caller)
+        is_own = reply is not None and reply.namespace == namespace and caller in (None, reply.caller)
         if reply is None or not is_own or peer not in (None, reply.peer):
             raise NotFound.of(
                 "resume_token",

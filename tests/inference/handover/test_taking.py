@@ -127,6 +127,27 @@ def test_turns_whose_giver_goes_away_leave_nothing(two: TwoEngines) -> None:
     run(two, work)
 
 
+def test_a_reader_that_left_before_its_rest_was_read_ends_the_turn(two: TwoEngines) -> None:
+    async def work(b: AioInferenceClient, call: Callable[[], TurnCall], opening: pb.TurnOpening) -> None:
+        taking = call()
+        await opened(taking, opening, max_tokens=1500)
+        await taking.send([pb.TakeTurnRequest(stand=stand())])
+        token = (await taking.receive()).prepared.resume_token
+        await taking.send([pb.TakeTurnRequest(commit=pb.TurnCommit())])
+        assert (await taking.receive()).HasField("taken")
+        async with AioTurnPeer.connect(two.b.address) as peer:
+            await peer.end_turn("another's", 5.0)
+            [going_on] = await b.list_turns()
+            await peer.end_turn(token, 5.0)
+        ended = going_on
+        while open_turns := await b.list_turns():
+            [ended] = open_turns
+            await asyncio.sleep(0.02)
+        assert ended.completion_tokens < 1000, "nobody would have read them"
+
+    run(two, work)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -95,7 +95,7 @@ class HandOverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def EndTurn(self, request, context):
-        """Ends a turn whose rest the caller reads by ReadTurn: its reader has left. Without effect on any other. Safe to repeat. Roles: engine, handover.
+        """Ends a turn whose rest the caller reads by ReadTurn, or has not read yet: its reader has left. Without effect on any other. Safe to repeat. Roles: engine, handover.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -51,7 +51,7 @@ type HandOverServiceClient interface {
 	// call ends early, the turn goes on and is remembered; EndTurn ends it. Roles: engine, handover. Errors: NOT_FOUND (RESUME_TOKEN_UNKNOWN: used, too
 	// old, or another's), and those of Generate.
 	ReadTurn(ctx context.Context, in *ReadTurnRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[GenerateResponse], error)
-	// Ends a turn whose rest the caller reads by ReadTurn: its reader has left. Without effect on any other. Safe to repeat. Roles: engine, handover.
+	// Ends a turn whose rest the caller reads by ReadTurn, or has not read yet: its reader has left. Without effect on any other. Safe to repeat. Roles: engine, handover.
 	EndTurn(ctx context.Context, in *EndTurnRequest, opts ...grpc.CallOption) (*EndTurnResponse, error)
 }
 
@@ -138,7 +138,7 @@ type HandOverServiceServer interface {
 	// call ends early, the turn goes on and is remembered; EndTurn ends it. Roles: engine, handover. Errors: NOT_FOUND (RESUME_TOKEN_UNKNOWN: used, too
 	// old, or another's), and those of Generate.
 	ReadTurn(*ReadTurnRequest, grpc.ServerStreamingServer[GenerateResponse]) error
-	// Ends a turn whose rest the caller reads by ReadTurn: its reader has left. Without effect on any other. Safe to repeat. Roles: engine, handover.
+	// Ends a turn whose rest the caller reads by ReadTurn, or has not read yet: its reader has left. Without effect on any other. Safe to repeat. Roles: engine, handover.
 	EndTurn(context.Context, *EndTurnRequest) (*EndTurnResponse, error)
 	mustEmbedUnimplementedHandOverServiceServer()
 }
