@@ -119,13 +119,13 @@ class TurnGiver:
 
     async def give_all(self, turns: TurnService, peer: str) -> None:
         """Give away every decoding request, later ones too, until cancelled. Others end here as always."""
-        tried: set[int] = set()
+        tried = set[Progress]()
         async with asyncio.TaskGroup() as giving:
             while True:
                 for request in turns.under_way():
                     is_free = all(turn.can_move and turn.phase is not TurnPhase.MOVING for turn in request)
-                    if id(request[0]) not in tried and is_free:
-                        tried.add(id(request[0]))
+                    if request[0] not in tried and is_free:
+                        tried.add(request[0])
                         giving.create_task(self._try(request, peer))
                 await asyncio.sleep(LOOK_S)
 
