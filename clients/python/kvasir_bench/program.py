@@ -37,8 +37,8 @@ def printed(measure: Callable[[], Mapping[str, Any]]) -> int:
 
 
 def keep(file: Path | None, results: Mapping[str, Any]) -> None:
-    """Write what is known so far into the file, if there is one: all of it, or what was there stays. A full disk costs
-    the file, and not the run.
+    """Write what is known so far into the file, if there is one: all of it, or the file stays as it is. A full disk
+    costs the file, and not the run.
     """
     if file is None:
         return

@@ -18,7 +18,7 @@ from kvasir_bench.program import keep
 from kvasir_bench.system import SHORT_HOME
 
 LengthsOption = Annotated[
-    str, option("Tokens of agents' memories, separated by commas; what is beyond the model's context is cut.")
+    str, option("Tokens of agents' memories, separated by commas; the model's context cuts longer ones.")
 ]
 ModelOption = Annotated[str, option("A directory or name of an mlx-lm model. Default: the shipped model, or --shape.")]
 ShapeOption = Annotated[str, option("Instead, fill pages of this model's shape without computing them; llama-3.1-8b.")]

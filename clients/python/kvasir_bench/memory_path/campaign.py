@@ -73,7 +73,7 @@ def _begin(
     agents: list[Agent] = []
     results["agents"] = []
     ratio, most = words_per_token(client), context_tokens - SPARE_TOKENS
-    # What the context cuts has the length that it is cut to: targets are by length.
+    # A longer one has the length that the context leaves: targets are by length.
     lengths = dict.fromkeys(min(length, most) for length in scope.lengths)
     for repeat in range(scope.repeats):
         if scope.time_limit_s and repeat and elapsed_s() > scope.time_limit_s:

@@ -169,5 +169,5 @@ def _within(seconds: float, command: Sequence[str], root: Path) -> tuple[bool, i
             out, err = running.communicate()
             return True, running.returncode, out, err
         except BaseException:
-            running.send_signal(signal.SIGINT)  # whoever ends this step ends its tests
+            running.send_signal(signal.SIGINT)  # an end of this step is one of its tests
             raise
