@@ -1,4 +1,4 @@
-"""A note that a closed store leaves, a hash of its files: it saves the next start from comparing every row."""
+"""A note that a closed store leaves, a hash of files that were compared: it saves the next start from doing that."""
 
 import contextlib
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.journal.journal import Journal
+from cachestore_svc.journal import journal
 from cachestore_svc.journal.journal_lines import Parsed, Position
 
 NAME = "closed"
@@ -15,15 +15,17 @@ _PIECE_BYTES = 1 << 20
 _MOST_BYTES = 1000
 
 
-def write(database: Path, log: Journal, disk: Disk) -> None:
-    """Note the bytes of a database and a journal that are closed. A failure leaves no note; nor does a journal that was
-    damaged meanwhile: the next start is to see that."""
-    path = database.with_name(NAME)
-    note = {"store": log.store, **log.position._asdict(), "base_bytes": log.base_bytes, "size_bytes": log.size_bytes}
-    with contextlib.suppress(OSError, MemoryError):
-        if not log.is_as_written():
-            return
-        note["bytes"] = _bytes_of(database, log.path, disk)
+def write(database: Path, found: Parsed, disk: Disk) -> None:
+    """Note the bytes of a database and its journal, which are closed and agree. A failure leaves no note."""
+    path, log = database.with_name(NAME), database.with_name(journal.NAME)
+    note = {
+        "store": found.store,
+        **found.position._asdict(),
+        "base_bytes": found.base_bytes,
+        "size_bytes": found.whole_bytes,
+    }
+    with contextlib.suppress(OSError):
+        note["bytes"] = _bytes_of(database, log, disk)
         disk.remove(path)
         descriptor = disk.open_append(path)
         try:
@@ -32,10 +34,11 @@ def write(database: Path, log: Journal, disk: Disk) -> None:
             disk.close(descriptor)
 
 
-def read(database: Path, log: Path, disk: Disk) -> Parsed | None:
+def read(database: Path, disk: Disk) -> Parsed | None:
     """The journal as it was at the close, without its state; None unless all files are what they were."""
     if disk.has(Path(f"{database}-wal")):
         return None
+    log = database.with_name(journal.NAME)
     try:
         note = json.loads(bytes(disk.read(database.with_name(NAME), _MOST_BYTES)))
         if note.pop("bytes") != _bytes_of(database, log, disk):

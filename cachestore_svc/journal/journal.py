@@ -8,7 +8,7 @@ from pathlib import Path
 from kvasir.errors import Unavailable
 
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.journal.journal_lines import Parsed, Position, ends_at, group_line, parse, state_lines
+from cachestore_svc.journal.journal_lines import Parsed, Position, group_line, parse, state_lines
 from cachestore_svc.journal.last_run import LastRun
 from cachestore_svc.journal.replay import State
 
@@ -112,10 +112,6 @@ class Journal:
     def shorter(self, size_bytes: int) -> Parsed:
         """The content of the first `size_bytes`. From any thread: they never change."""
         return parse(bytes(self._disk.read(self.path, size_bytes)))
-
-    def is_as_written(self) -> bool:
-        """Raises OSError."""
-        return ends_at(bytes(self._disk.read(self.path, self.size_bytes + 1)), self.position)
 
     def close(self) -> None:
         if self.last_run is not None:

@@ -114,20 +114,6 @@ def parse(data: bytes, *, salvages: bool = False, until: Position | None = None)
     return parsed
 
 
-def ends_at(data: bytes, position: Position) -> bool:
-    """Whether these are the lines that were written, up to a position's. Much quicker than `parse`."""
-    *lines, rest = data.split(b"\n")
-    if rest or not lines or not _is_written("", lines[0]):
-        return False
-    first, chain = json.loads(lines[0][_HEX + 1 :]), ""
-    base, last = int(first["lines"]) + 1, str(first["chain"])
-    for number, line in enumerate(lines):
-        if not _is_written(last if number == base else chain, line):
-            return False
-        chain = line[:_HEX].decode("ascii")
-    return len(lines) >= base and (chain if len(lines) > base else last) == position.chain
-
-
 def _follow(parsed: Parsed, found: list[Any], chain: str, *, is_group: bool) -> None:
     changes = found
     if is_group:

@@ -3,16 +3,17 @@ group behind was killed in between, one further behind has lost acknowledged com
 lost some. A start refuses an index that it cannot trust, and leaves it as it is.
 """
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvasir.errors import FailedPrecondition
+from kvasir.errors import FailedPrecondition, KvasirError
 
 from cachestore_svc.blobs.backend import BlobBackend, has_any
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.index.catalog import CatalogView
-from cachestore_svc.index.refusals import index_damaged
+from cachestore_svc.index.refusals import index_damaged, reading_damage
 from cachestore_svc.index.sqlite.database.looking import looking_at
 from cachestore_svc.journal import closed, journal
 from cachestore_svc.journal.journal_lines import Parsed, Position
@@ -36,10 +37,26 @@ class Look:
 
 def look(database: Path, blobs: BlobBackend, disk: Disk) -> Look:
     """Look, and change nothing. Raises FailedPrecondition or DataLoss, which name the remedy."""
-    path = database.with_name(journal.NAME)
-    if unchanged := closed.read(database, path, disk):
+    if unchanged := closed.read(database, disk):
         return Look(unchanged, "", unchanged.store, unchanged.position)
-    found = journal.read(path, disk)
+    return _look_closely(database, blobs, disk)
+
+
+def note_closed(database: Path, blobs: BlobBackend, disk: Disk) -> None:
+    """Leave a note of a closed index that agrees with its journal. Of one that was damaged while the store ran there is
+    none: the next start is to see that. A close that is killed here costs the next start the comparison."""
+    if closed.read(database, disk) or disk.has(Path(f"{database}-wal")):  # its log is left, and may be lost
+        return
+    with contextlib.suppress(KvasirError, OSError, MemoryError), reading_damage():
+        seen = _look_closely(database, blobs, disk)
+        found = seen.journal
+        is_whole = found is not None and not (found.damaged_lines or found.torn_bytes)
+        if found is not None and is_whole and not (seen.forward or seen.damage or seen.has_wrong_indexes):
+            closed.write(database, found, disk)
+
+
+def _look_closely(database: Path, blobs: BlobBackend, disk: Disk) -> Look:
+    found = journal.read(database.with_name(journal.NAME), disk)
     if not disk.size_bytes(database):
         if has_any(blobs) or (found and _tells(found)):
             raise _missing(database, blobs)

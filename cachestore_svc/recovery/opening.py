@@ -34,7 +34,7 @@ from cachestore_svc.index.refusals import reading_damage
 from cachestore_svc.index.sqlite.database.copying import copy_database
 from cachestore_svc.index.values import INCARNATION, ReadManifest, Unheld
 from cachestore_svc.index.write_budget import WriteBudget
-from cachestore_svc.journal import closed, journal, journal_lines
+from cachestore_svc.journal import journal, journal_lines
 from cachestore_svc.journal.journal import Journal
 from cachestore_svc.journal.journal_lines import Position
 from cachestore_svc.journal.replay import Change, Namespace, State
@@ -55,6 +55,7 @@ _SEALED = "sealed_places"
 @dataclass(frozen=True)
 class Opened:
     core: Core
+    blobs: BlobBackend  # as they lie there
     lock: int  # descriptor whose lock shows that the directory is ours
 
     def close(self) -> None:
@@ -62,9 +63,8 @@ class Opened:
         core = self.core
         if core.catalog.close():
             if core.journal is not None:
-                if not core.catalog.damage:
-                    closed.write(core.config.data_dir / DATABASE, core.journal, core.disk)
                 core.journal.close()
+                looking.note_closed(core.config.data_dir / DATABASE, self.blobs, core.disk)
             os.close(self.lock)
 
 
@@ -95,7 +95,7 @@ def open_directory(
             if core.journal is not None:
                 core.journal.close()
             raise
-        return Opened(core, os.dup(lock))
+        return Opened(core, plain, os.dup(lock))
 
 
 def holds_store(data_dir: Path) -> bool:

@@ -97,6 +97,21 @@ def test_a_young_store_that_lost_commits_refuses_to_start_and_loses_no_file(
     assert refusal_of(lab) == reason
 
 
+def test_a_database_that_is_damaged_beside_a_store_is_kept_out_by_the_next_start_and_costs_no_blob(lab: Lab) -> None:
+    """Also after a clean close: else the files of blobs whose rows have other names would be set aside, and removed."""
+    with lab.open() as store:
+        publish(store, "a", SyntheticAgent(SMALL, 1).turn(300), 0)
+    with lab.open() as store:
+        data, files = (lab.root / DATABASE).read_bytes(), lab.blob_files
+        for each in files:
+            data = data.replace(each.encode(), each[::-1].encode())
+        (lab.root / DATABASE).write_bytes(data)
+        assert store.agents.get(NS, "a").lines  # of the memory that SQLite has of it
+    with lab.open() as store, pytest.raises(DataLoss, match="kvasir store recover"):
+        store.agents.get(NS, "a")
+    assert lab.blob_files == files
+
+
 def test_a_store_without_a_journal_that_names_much_less_than_lies_there_refuses_to_start(lab: Lab) -> None:
     with lab.open() as store:
         for seed in range(3):
