@@ -240,6 +240,26 @@ def test_a_response_behind_an_append_with_instructions_loses_no_message(front: F
     assert "Anna" in gone_on.output_text
 
 
+def test_a_response_behind_an_append_with_instructions_keeps_the_agents_own(front: Front) -> None:
+    """They were not appended: the agent's own go on until a request brings others."""
+    agent = "appended/with instructions of its own"
+    client = front.openai(**{"x-agent-id": agent})
+    asked: dict[str, Any] = {"model": MODEL, "max_output_tokens": 4}
+    client.responses.create(**asked, instructions="You are Bob.", input="My name is Anna.")
+
+    def goes_on(input_: str, **more: Any) -> tuple[str, str]:
+        """The id of a response, and what the agent's memory begins with."""
+        response = client.responses.create(**asked, input=input_, **more)
+        with front.house.client(front.keys["ada"]) as engine:
+            _, data = engine.get_snapshot(agent)
+        return response.id, manifest.parse(data).messages[0].content
+
+    append = {"x-agent-memory": "append"}
+    appended, _ = goes_on("Hello?", instructions="Be brief.", extra_headers=append)
+    assert goes_on("And now?", previous_response_id=appended)[1] == "You are Bob."
+    assert goes_on("And now?", previous_response_id=appended, instructions="Be kind.")[1] == "Be kind."
+
+
 def test_append_gives_a_new_agent_all_messages_and_an_old_one_the_newest_without_a_store(front: Front) -> None:
     """Only the engine knows what is remembered in RAM alone."""
     client = front.openai("hot", **{"x-agent-id": "in RAM", "x-agent-memory": "append"})
