@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 from kvasir.clients import AioInferenceClient, AioStoreClient, InferenceClient, StoreClient
+from kvasir.errors import Cancelled
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1 import inference_pb2_grpc
 
@@ -130,6 +131,49 @@ def test_a_blocking_client_works_where_an_event_loop_runs(endless: tuple[_Endles
         return texts
 
     assert asyncio.run(cell()) == ["one", "two", "three"]
+
+
+def test_a_closed_client_refuses_calls_and_may_be_closed_again(endless: tuple[_Endless, str]) -> None:
+    client = InferenceClient.connect(endless[1])
+    other = client.with_token("x" * 32)
+    turn = client.generate(prompt="x")
+    next(turn)
+    client.close()
+    client.close()
+    for call in (client.list_turns, other.list_turns, lambda: next(client.generate(prompt="x")), lambda: [*turn]):
+        with pytest.raises(Cancelled):
+            call()
+    assert endless[0].ended.acquire(timeout=60)
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_closed_client_ends_other_tasks_turns_with_an_error(
+    endless: tuple[_Endless, str], is_cancelled: bool
+) -> None:
+    """Not with the CancelledError of gRPC: it ends a task that nobody has cancelled, and no TaskGroup reports it."""
+    engine, address = endless
+
+    async def close_beside_a_turn() -> None:
+        client = AioInferenceClient.connect(address)
+        begun = asyncio.Event()
+
+        async def read() -> None:
+            async for _ in client.generate(prompt="x"):
+                begun.set()
+
+        reading = asyncio.create_task(read())
+        await begun.wait()
+        if is_cancelled:
+            reading.cancel()
+        await client.close()
+        await client.close()
+        with pytest.raises(asyncio.CancelledError if is_cancelled else Cancelled):
+            await reading
+        with pytest.raises(Cancelled, match="the client is closed"):
+            await client.list_turns()
+
+    asyncio.run(close_beside_a_turn())
+    assert engine.ended.acquire(timeout=60)
 
 
 def _new_threads(before: set[threading.Thread]) -> list[str]:

@@ -1,8 +1,10 @@
 """A caller of one service over one channel: the token, the deadline and the errors of its calls, asynchronously."""
 
+import asyncio
 import copy
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any, Protocol, Self, TypeVar, cast
 
 import grpc
@@ -10,7 +12,7 @@ import grpc.aio
 
 from kvasir.call_context import NAMESPACE_KEY, onward
 from kvasir.clients.channel import Metadata, bearer
-from kvasir.errors import Internal, KvasirError, Unavailable
+from kvasir.errors import Cancelled, Internal, KvasirError, Unavailable
 from kvasir.status import from_rpc_error
 
 _Response = TypeVar("_Response")
@@ -33,6 +35,7 @@ class AioServiceClient:
         """`timeout_s` is the deadline of round trips that are given no other one."""
         self._channel = channel
         self._owns_channel = True
+        self._closed = threading.Event()  # of the channel, for all clients over it
         self._stub = stub
         self._metadata: Metadata = () if token is None else bearer(token)
         self._timeout_s = timeout_s
@@ -55,7 +58,9 @@ class AioServiceClient:
         return self
 
     async def close(self) -> None:
+        """End the connection and what is under way on it, which raises Cancelled. Closing it twice does no harm."""
         if self._owns_channel:
+            self._closed.set()
             await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -74,12 +79,9 @@ class AioServiceClient:
 
     async def call_rpc(self, name: str, request: Any, timeout_s: float | None) -> Any:
         """One round trip of the RPC of that name, for whoever serves it for this service. None: no deadline."""
-        try:
-            metadata = self._metadata + onward() + self._place(request)
-            response = await getattr(self._stub, name)(request, timeout=timeout_s, metadata=metadata)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
-        return _parsed(response)
+        metadata = self._metadata + onward() + self._place(request)
+        with self._typed():
+            return _parsed(await getattr(self._stub, name)(request, timeout=timeout_s, metadata=metadata))
 
     def _place(self, _request: Any) -> Metadata:
         """What tells a load balancer where a call belongs: nothing, for a service of which there is one."""
@@ -94,14 +96,26 @@ class AioServiceClient:
     ) -> AsyncGenerator[Any, None]:
         """A stream's responses with typed errors. Leaving early cancels the call, so that the service stops too."""
         more = more or self._place(request)
-        call = method(request, timeout=timeout_s, metadata=self._metadata + onward() + more)
+        with self._typed():
+            call = method(request, timeout=timeout_s, metadata=self._metadata + onward() + more)
+            try:
+                async for response in call:
+                    yield _parsed(response)
+            finally:
+                call.cancel()
+
+    @contextmanager
+    def _typed(self) -> Iterator[None]:
+        """Raises typed errors for gRPC's, and Cancelled where this client was closed meanwhile: gRPC has several errors
+        for that, among them CancelledError in a task that nobody has cancelled, which then ends without a trace."""
         try:
-            async for response in call:
-                yield _parsed(response)
+            yield
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
-        finally:
-            call.cancel()
+        except (asyncio.CancelledError, Exception) as error:
+            if not self._closed.is_set() or (isinstance(error, asyncio.CancelledError) and _is_task_cancelled()):
+                raise
+            raise Cancelled("the client is closed") from None
 
     async def _steps(self, method: Any, request: Any, timeout_s: float | None) -> AsyncGenerator[Any, None]:
         """The responses of a stream that ends with `done`. What breaks it behind that undoes nothing."""
@@ -129,6 +143,11 @@ class AioServiceClient:
         if done is None:
             raise Internal(f"the {what} ended without saying how")
         return done
+
+
+def _is_task_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _parsed(response: Any) -> Any:
