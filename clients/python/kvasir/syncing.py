@@ -1,5 +1,6 @@
 """What makes bytes and names survive a loss of power: fsync, and on macOS F_FULLFSYNC, where fsync alone does not."""
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 _WRITES = 9
+_FULL_AND_WAIT = 0x01 | 0x02  # macOS: SYNC_VOLUME_FULLSYNC, SYNC_VOLUME_WAIT
 
 
 def sync(descriptor: int) -> None:
@@ -23,6 +25,14 @@ def sync(descriptor: int) -> None:
         else:
             return
     os.fsync(descriptor)
+
+
+def sync_disk_of(path: Path) -> None:
+    """All that was written to the file system of a path survives a loss of power on return."""
+    # sync() of macOS does not wait for the disk.
+    of_volume = getattr(ctypes.CDLL(None), "sync_volume_np", None)
+    if of_volume is None or of_volume(os.fsencode(path), _FULL_AND_WAIT) != 0:
+        os.sync()
 
 
 def synced_write_s(directory: Path, clock: Callable[[], float]) -> float:

@@ -1,5 +1,7 @@
 """`kvasir backup` beside a store that runs, and `kvasir restore`: a new home that equals the old one, or none."""
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -389,6 +391,26 @@ def test_one_command_at_a_time_uses_a_backup(cli: Cli, kept: Path, tmp_path: Pat
     assert list(tmp_path.iterdir()) == [kept]
 
 
+def test_a_share_that_locks_no_folder_takes_one_backup_at_a_time(
+    cli: Cli, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = fcntl.flock
+
+    def macs_lock(file: int, how: int) -> None:
+        if os.path.samestat(os.fstat(file), kept.stat()):
+            raise IsADirectoryError(errno.EISDIR, "Is a directory")
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", macs_lock)
+    (kept / "kvasir-backup.json").unlink()  # of a first backup that was killed
+    for _ in range(2):
+        assert (done := in_process("--home", cli.home, "backup", kept)).code == 0, done.err
+    with BackupFolder.open(kept):
+        refused = in_process("--home", cli.home, "backup", kept)
+    assert (refused.code, "another command uses this backup" in refused.err) == (4, True), refused.err
+    assert (done := in_process("--home", tmp_path / "new", "restore", kept)).code == 0, done.err
+
+
 def test_a_restored_homes_name_is_synced_once_it_is_there(
     kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -472,7 +494,10 @@ def test_a_blob_of_a_sealed_namespace_that_was_damaged_is_copied_again_once_it_i
 
 def test_a_backup_in_the_home_or_beside_other_files_is_refused(cli: Cli, tmp_path: Path) -> None:
     assert "outside" in cli("backup", cli.home / "backup").err
-    (tmp_path / "mine.txt").touch()
+    for name in (".DS_Store", "mine.txt"):
+        (tmp_path / name).touch()
     assert "found mine.txt" in cli("backup", tmp_path).err
+    (tmp_path / "mine.txt").unlink()
+    cli.done("backup", tmp_path)
     assert Cli(tmp_path / "none")("backup", tmp_path / "b").code == 5
     assert Cli(tmp_path / "none")("restore", tmp_path / "b").code == 5

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvasir.cli.backups.folder import LIST, BackupFolder, Files, Kept
+from kvasir.cli.backups.folder import LIST, LOCK, BackupFolder, Files, Kept
 from kvasir.cli.backups.last import FILE, last_folder, note_last
 from kvasir.cli.caller import Caller
 from kvasir.cli.failures import PROBLEMS
@@ -25,7 +25,7 @@ from kvasir.cli.running.program import done
 from kvasir.cli.showing.arguments import argument, option
 from kvasir.cli.showing.reported import Progress, ProgressOption
 from kvasir.errors import DataLoss, FailedPrecondition, NotFound, Unavailable
-from kvasir.syncing import sync_directory
+from kvasir.syncing import sync_directory, sync_disk_of
 
 # Of a home: what only a running group needs, what was logged, where backups lie, and what opens sealed namespaces; and
 # the engine's name for leases, which no copy may have, and this machine's speed.
@@ -72,7 +72,8 @@ def backup(
     if folder.resolve().is_relative_to(home.root.resolve()):
         raise FailedPrecondition(f"{folder}: expected a folder outside {home.root}", reason="BACKUP_REFUSED")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    strange = {path.name for path in folder.iterdir()} - {f"{LIST}.new", "objects"}
+    names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}  # .DS_Store
+    strange = names - {f"{LIST}.new", LOCK, "objects"}
     if strange and LIST not in strange:
         text = f"{folder}: expected an empty folder or a backup, found {min(strange)}"
         raise FailedPrecondition(text, reason="BACKUP_REFUSED")
@@ -124,7 +125,7 @@ def restore(
         if _KEY in missing and _PEERS in files.keys() - missing:  # with peers and no key no store would start
             del files[_PEERS]
             (new / _PEERS).unlink()
-        os.sync()
+        sync_disk_of(new)
         new.rename(home.root)
     sync_directory(home.root.parent)
     report = _adopted(home) if _INDEX not in missing else None

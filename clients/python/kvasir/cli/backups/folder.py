@@ -4,6 +4,7 @@ The list is replaced last: a backup that is cut short leaves the one before it w
 symbolic link."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -16,9 +17,9 @@ from typing import NamedTuple, Self
 from blake3 import blake3
 
 from kvasir.errors import DataLoss, FailedPrecondition, NotFound
-from kvasir.syncing import sync
+from kvasir.syncing import sync, sync_disk_of
 
-LIST, _OBJECTS, _FORMAT = "kvasir-backup.json", "objects", 1
+LIST, LOCK, _OBJECTS, _FORMAT = "kvasir-backup.json", "kvasir-backup.lock", "objects", 1
 _NEW = ".new-"  # what the name of an object that is being copied begins with
 _PIECE_BYTES = 1 << 20
 _MOST_LIST_BYTES = 1 << 30  # of some million files
@@ -47,11 +48,7 @@ class BackupFolder:
     @contextlib.contextmanager
     def open(cls, root: Path) -> Iterator[Self]:
         """Raises NotFound, and FailedPrecondition where another command uses it, or it is a link."""
-        with _directory(root) as descriptor:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise FailedPrecondition(f"{root}: another command uses this backup", reason="BACKUP_IN_USE") from None
+        with _directory(root) as descriptor, _locked(root, descriptor):
             yield cls(root, descriptor)
 
     def files(self) -> Files:
@@ -114,7 +111,7 @@ class BackupFolder:
         """Make these the backup's files, and remove the objects that it does not need any more; returns their bytes."""
         text = json.dumps({name: [*kept] for name, kept in sorted(files.items())})
         data = json.dumps({"format": _FORMAT, "files": json.loads(text), "blake3": blake3(text.encode()).hexdigest()})
-        os.sync()  # the objects: one after the other takes far longer
+        sync_disk_of(self.root)  # the objects: one after the other takes far longer
         new = os.open(f"{LIST}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600, dir_fd=self._folder)
         with os.fdopen(new, "w") as out:
             out.write(data)
@@ -184,6 +181,37 @@ def _copied(source: int, write: Callable[[bytes], object]) -> Kept:
         hashed.update(piece)
         size_bytes += len(piece)
     return Kept(hashed.hexdigest(), size_bytes)
+
+
+@contextlib.contextmanager
+def _locked(root: Path, folder: int) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        try:
+            _lock(root, folder)
+        except OSError:  # macOS: on a network share only files have locks
+            if (file := _lock_file(folder)) is not None:
+                stack.callback(os.close, file)
+                _lock(root, file)
+        yield
+
+
+def _lock(root: Path, descriptor: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise FailedPrecondition(f"{root}: another command uses this backup", reason="BACKUP_IN_USE") from None
+    except OSError as error:
+        raise OSError(error.errno, "its file system has no locks", str(root)) from None
+
+
+def _lock_file(folder: int) -> int | None:
+    """None for a reader that may not write there, and disturbs nobody."""
+    try:
+        return os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=folder)
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EACCES):
+            raise
+        return None
 
 
 @contextlib.contextmanager
