@@ -88,7 +88,11 @@ class Sleeper:
         assert memory.files.asleep is not None
         began_s = self._parts.clock()
         state = await self._computed(turn, key, memory, borrows=True)
-        is_same = set(await self._files(key)) == set(map(Digest.from_proto, memory.files.asleep.files))
+        try:
+            is_same = set(await self._files(key)) == set(map(Digest.from_proto, memory.files.asleep.files))
+        except BaseException:
+            self._parts.engine.memories.drop(key)  # without a tag no turn finds it, and an idle engine keeps its room
+            raise
         self._tag(key, replace(memory, rewind_points=state.rewind_points))
         took_ms = round(1e3 * (self._parts.clock() - began_s))
         log = _LOG.info if is_same else _LOG.warning  # its rows have other roundings, as on another machine

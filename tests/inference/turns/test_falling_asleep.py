@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import Unavailable
 from kvasir.formats.digest import Digest
 from kvasir.inference.v1 import inference_pb2 as pb
@@ -109,6 +110,32 @@ def test_proofs_and_wakes_give_way_and_are_billed_to_their_namespace(
     terms = {"namespace": KEY.namespace, "caller": "", "max_prompt_bytes": 0, "new_request_id": str}
     plans = asyncio.run(computed_again(read(named, **terms), borrows=borrows))
     assert [(plan.pace.priority, plan.namespace) for plan in plans] == [(Priority.BACKGROUND, KEY.namespace)] * 2
+
+
+class CountingSleeper(Sleeper):
+    """It is cancelled while it hashes the files of a memory that was computed."""
+
+    async def _computed(self, *_given: object, **_more: object) -> Any:
+        return ENDED.state
+
+    async def _files(self, _key: AgentKey) -> list[Digest]:
+        raise asyncio.CancelledError
+
+
+def test_a_wake_that_is_cancelled_behind_its_computing_leaves_no_memory_without_a_name() -> None:
+    dropped = list[AgentKey]()
+    parts: Any = SimpleNamespace(
+        clock=lambda: 0.0, engine=SimpleNamespace(memories=SimpleNamespace(drop=dropped.append))
+    )
+    asleep = replace(memory(), files=StoredFiles(runs=(2, 4), asleep=manifest_pb2.Asleep(wake_ms=1)))
+
+    async def wake() -> None:
+        nothing: Any = None
+        await CountingSleeper(parts)._wake(nothing, KEY, asleep)
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(wake())
+    assert dropped == [KEY]
 
 
 def of_version(head: Head, stage: Stage = Stage.STORED, **more: Any) -> AgentMemory:
