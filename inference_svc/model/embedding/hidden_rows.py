@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 import numpy as np
+from kvasir.errors import Internal
 
 from inference_svc.model.embedding.pooling import Pooling, Vector, of_length_one
 
@@ -14,7 +15,9 @@ class HiddenRows:
         self._pooled: mx.array | None = None
 
     def add(self, rows: mx.array) -> None:
-        """The next rows [tokens, width], which may be unevaluated. Evaluates."""
+        """The next rows [tokens, width], which may be unevaluated. Evaluates. Raises Internal (LOGITS_NOT_FINITE): who
+        searches by a vector that is no number finds nothing, and all that is compared with it.
+        """
         match self._pooling:
             case Pooling.MEAN:
                 added = rows.astype(mx.float32).sum(axis=0)
@@ -23,7 +26,11 @@ class HiddenRows:
                 self._pooled = rows[-1].astype(mx.float32)
             case Pooling.FIRST if self._pooled is None:
                 self._pooled = rows[0].astype(mx.float32)
-        mx.eval(self._pooled)
+        assert self._pooled is not None
+        if not mx.isfinite(self._pooled).all().item():
+            raise Internal(
+                "the model computed what is no number; the text has no embedding", reason="LOGITS_NOT_FINITE"
+            )
 
     @property
     def vector(self) -> Vector:

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvasir.errors import Cancelled, FailedPrecondition, InvalidArgument, ResourceExhausted
+from kvasir.errors import Cancelled, FailedPrecondition, Internal, InvalidArgument, ResourceExhausted
+from safetensors.numpy import load_file, save_file
 
 from inference_svc.model.embedding.pooling import Embedded, Pooling
 from inference_svc.model.embedding.text_embedder import TextEmbedder
@@ -48,6 +49,18 @@ def test_a_longer_text_than_the_model_takes_is_refused_or_cut_before_its_last_sp
     assert embed(embedder, long, truncate=True) == embed(embedder, whole)
     with pytest.raises(InvalidArgument, match=r"inputs\[0\]: expected tokens below"):
         embed(embedder, [2, 999, 3])
+
+
+def test_a_text_whose_rows_are_no_numbers_is_refused_and_no_other(tmp_path: Path) -> None:
+    file = write_encoder(tmp_path / "encoder") / "model.safetensors"
+    weights = load_file(file)
+    weights["embeddings.word_embeddings.weight"][TOKENS["Rex runs"][1]] = np.inf
+    save_file(weights, file)
+    embedder = TextEmbedder(str(file.parent), Pooling.MEAN)
+    with pytest.raises(Internal) as refused:
+        embed(embedder, "Rex runs")
+    assert refused.value.reason == "LOGITS_NOT_FINITE"
+    assert np.isfinite(embed(embedder, "the cat").vector).all()
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import mlx.core as mx
 import numpy as np
 import pytest
-from kvasir.errors import Cancelled, FailedPrecondition
+from kvasir.errors import Cancelled, FailedPrecondition, Internal
 from safetensors.numpy import load_file
 
 from inference_svc.engine.api import Prefilled, SamplingParams, Started, Tokens, TurnPlan
 from inference_svc.engine.engine import Engine
 from inference_svc.model.embedding.pooling import Pooling, shortened
+from inference_svc.model.model_runner import ModelRunner
 from inference_svc.text.token_ids import TokenIds
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 
@@ -50,6 +52,20 @@ def test_an_embedding_beside_others_and_beside_streams_is_the_one_alone(
         listener.end()
     assert all(math.isclose(math.hypot(*vector), 1, rel_tol=1e-5) for vector in alone)
     assert len(set(alone)) == len(alone)
+
+
+def test_rows_that_are_no_numbers_end_their_text_and_no_other(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    well, whole = embedded(engine, tokens_of(30, 5)), ModelRunner._forward_trunk
+
+    def spoiled(runner: ModelRunner, tokens: mx.array, caches: Sequence[object]) -> mx.array:
+        rows = whole(runner, tokens, caches)
+        return rows * math.nan if tokens.shape[1] == 31 else rows
+
+    monkeypatch.setattr(ModelRunner, "_forward_trunk", spoiled)
+    with pytest.raises(Internal) as failed:
+        embedded(engine, tokens_of(31, 5))
+    assert failed.value.reason == "LOGITS_NOT_FINITE"
+    assert embedded(engine, tokens_of(30, 5)) == well
 
 
 def test_the_last_row_is_the_one_that_the_head_gets(driver: Driver, engine: Engine) -> None:
