@@ -58,7 +58,7 @@ class AioServiceClient:
         return self
 
     async def close(self) -> None:
-        """End the connection and what is under way on it, which raises Cancelled. Closing it twice does no harm."""
+        """End the connection and all that is under way on it, which raises Cancelled. Closing it twice does no harm."""
         if self._owns_channel:
             self._closed.set()
             await self._channel.close()
