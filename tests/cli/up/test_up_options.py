@@ -9,7 +9,9 @@ from typing import Any, get_type_hints
 import pytest
 from kvasir.cli.running import up
 from kvasir.cli.running.checks import SHIPPED_MODELS, check_models
-from kvasir.cli.running.plan import Plan
+from kvasir.cli.running.home import Home
+from kvasir.cli.running.plan import Plan, plan_of
+from kvasir.cli.settings.asked import Asked
 from kvasir.credentials import DEFAULT_NAMESPACE
 from kvasir.options import table
 from kvasir.options.common import ServiceTable
@@ -312,3 +314,9 @@ def test_options_are_a_programs_own_first_also_where_a_class_keeps_no_annotation
 def test_an_options_texts_are_its_value_again(option: Option) -> None:
     value = value_for(option)
     assert value_of(option, texts_of(option, value)) == value
+
+
+def test_a_store_that_reads_a_large_index_has_as_long_to_start_as_an_engine(tmp_path: Path) -> None:
+    plan = plan_of(Asked(Home(tmp_path), UpTable(http="127.0.0.1:1")))
+    store, engine, gateway = (each.service().ready_within_s for each in plan.started)
+    assert store == engine < gateway, "a gateway waits for its engine"

@@ -21,8 +21,9 @@ from kvasir.options.store import StoreTable
 from kvasir.options.table import Table
 from kvasir.waits import HANGS_S, PATIENCE_S
 
-# The first start reads a large model from disk and hashes its weights.
-ENGINE_READY_WITHIN_S = 600.0
+# The first start of an engine reads a large model from disk and hashes its weights. A store that was killed compares
+# its whole index with its journal, and one of an older Kvasir migrates it: if it were killed for that, it never ended.
+READY_WITHIN_S = 600.0
 
 
 _TABLES: Mapping[str, type[Table]] = {"store": StoreTable, "engine": EngineTable, "http": GatewayTable}
@@ -49,12 +50,12 @@ class ServiceProcess:
         return (sys.executable, "-m", *program, *command_line(_TABLES[self.name], self.options), *self.words)
 
     def service(self) -> Service:
-        within_s = {"store": HANGS_S, "engine": ENGINE_READY_WITHIN_S, "http": ENGINE_READY_WITHIN_S + HANGS_S}
+        within_s = READY_WITHIN_S + (HANGS_S if self.name == "http" else 0.0)  # the gateway waits for the engine
         state_dir = Path(str(self.options.get("state_dir", "")))
         phases = functools.partial(_phases, state_dir) if self.name == "engine" else str
         is_here = self.name == "store" and not self.options.get("catalog")
         has_data = functools.partial(has_files, self.data_dir) if is_here else lambda: True
-        return Service(self.name, self.argv(), self.log_file, self._answers, within_s[self.name], phases, has_data)
+        return Service(self.name, self.argv(), self.log_file, self._answers, within_s, phases, has_data)
 
     async def _answers(self) -> bool:
         if self.name == "http":  # it reports that it is unwell as long as its engine is away, and lives
@@ -169,7 +170,7 @@ def _of_gateway(asked: Asked, _has_credentials: bool) -> dict[str, object]:
     home = asked.home
     return {
         "listen": asked.up.http,
-        "engine_wait_s": ENGINE_READY_WITHIN_S,
+        "engine_wait_s": READY_WITHIN_S,
         "state_dir": home.gateway_state,
         "credentials": home.credentials_file,
         "home": home.root,
