@@ -197,6 +197,7 @@ class Gateway:
     async def _count_tokens(self, call: Call) -> Response:
         asked = await self._body(call, anthropic_messages.CountedMessages)
         ready = await call.room.made(partial(self._ready, call, partial(asked.turn, call.reading)))
+        ready = ready.if_new or ready  # all messages, also those that a turn would not append
         count = await unless_left(call.request.receive, call.caller.count(ready.turn, ready.messages))
         return JSONResponse({"input_tokens": count}, headers=self._reported(call))
 

@@ -37,6 +37,20 @@ def test_two_turns_are_remembered_and_counted_apart(front: Front) -> None:
     assert second.usage.input_tokens + cached == counted.input_tokens
 
 
+def test_all_messages_are_counted_also_those_that_a_turn_would_not_append(front: Front) -> None:
+    messages: list[Any] = [
+        {"role": "user", "content": "My name is Anna."},
+        {"role": "assistant", "content": "I will remember that."},
+        {"role": "user", "content": "What is my name?"},
+    ]
+    appending = {"x-agent-id": "counted", "x-agent-memory": "append"}
+    counts = [
+        client.messages.count_tokens(model=MODEL, messages=messages).input_tokens
+        for client in (front.anthropic(), front.anthropic(**appending))
+    ]
+    assert counts[0] == counts[1]
+
+
 def test_a_tool_is_called_and_its_result_read(front: Front) -> None:
     client = front.anthropic()
     messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
