@@ -327,6 +327,12 @@ def test_a_turn_that_stays_broken_ends_the_run_which_can_go_on(
         assert words(events_of(house, scenario, journal)) == reference
 
 
+def test_a_turn_waits_for_its_engine_as_often_as_it_is_given_and_no_longer_than_the_longest_wait() -> None:
+    retries, away = Retries(times=5000), Unavailable("the engine is away")
+    waits = [retries.wait(away, attempt) for attempt in (1, 2, 6, 1025, 5000, 5001)]
+    assert waits == [0.5, 1.0, 10.0, 10.0, 10.0, None]
+
+
 def test_an_agent_that_somebody_else_changed_is_not_gone_on_with(house: House, tmp_path: Path) -> None:
     scenario = named("changed")
 

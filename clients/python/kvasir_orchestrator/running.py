@@ -16,6 +16,8 @@ from kvasir_orchestrator.outcomes import checked
 from kvasir_orchestrator.plan import Turn
 from kvasir_orchestrator.scenario import Scenario
 
+_MOST_DOUBLINGS = 64  # a run may wait for its engine overnight, and 2.0**1024 is no float
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retries:
@@ -30,7 +32,8 @@ class Retries:
         is_passing = isinstance(error, Unavailable | DeadlineExceeded | Internal) or error.retry_after_s is not None
         if not is_passing or attempt > self.times:
             return None
-        return min(max(self.wait_s * 2.0 ** (attempt - 1), error.retry_after_s or 0.0), self.longest_s)
+        doublings = min(attempt - 1, _MOST_DOUBLINGS)
+        return min(max(self.wait_s * 2.0**doublings, error.retry_after_s or 0.0), self.longest_s)
 
 
 async def run(
