@@ -216,7 +216,7 @@ def _lock_file(folder: int) -> int | None:
 
 @contextlib.contextmanager
 def _file(folder: int | None, name: str | Path, where: Path) -> Iterator[int]:
-    """A regular file, for reading; not through a link, and without waiting for who writes a pipe."""
+    """A regular file, for reading; not through a link, and without waiting for the writer of a pipe."""
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     except FileNotFoundError:

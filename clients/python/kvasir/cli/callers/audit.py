@@ -81,7 +81,7 @@ def _is_routine(line: dict[str, Any]) -> bool:
 
 
 def lines_of(file: Path) -> Iterator[dict[str, Any]]:
-    """The lines of one service's audit, oldest first. What a crash or a full disk cut is left out."""
+    """The lines of one service's audit, oldest first. A line that a crash or a full disk cut is left out."""
     numbered = [path for path in file.parent.glob(f"{file.name}.*") if path.suffix[1:].isdecimal()]
     older = sorted(numbered, key=lambda path: -int(path.suffix[1:]))
     for path in (*older, file):

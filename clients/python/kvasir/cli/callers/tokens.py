@@ -74,7 +74,7 @@ def new(
         wanted = [Principal(name, namespace, frozenset(str(each) for each in role or [Role.CLIENT]))]
         tokens = {each: secrets.token_urlsafe(32) for each in (*wanted, *([engine] if is_new else []))}
         credentials = known.with_tokens(tokens)
-        for principal, token in tokens.items():  # before they are listed: who reads the list finds all files
+        for principal, token in tokens.items():  # before they are listed: a reader of the list finds all files
             replace_private_text(home.tokens / f"{principal.name}.token", token + "\n")
         replace_private_text(home.credentials_file, credentials.text)
     then = _then(home)

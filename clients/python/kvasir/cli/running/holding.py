@@ -1,4 +1,4 @@
-"""A home's locks, and the processes that hold them: those alone are ended, whatever number a file names."""
+"""A home's locks, and the processes that hold them: those alone are ended, whichever number a file names."""
 
 import contextlib
 import fcntl
@@ -76,7 +76,7 @@ class Ended(NamedTuple):
 
 
 def end_group(home: Home, say: Callable[[str], None]) -> Ended:
-    """End `kvasir up`, which ends its services, and what is left of it."""
+    """End `kvasir up`, which ends its services, and any that are left of it."""
     led = holders(home.up_lock_file)
     # Its services have their own time, in turn.
     killed = [pid for pid in led if _end(pid, home.up_lock_file, say, 3 * GRACE_S, home.logs)]

@@ -158,7 +158,7 @@ class Supervisor:
             await asyncio.gather(task, stop, return_exceptions=True)  # waits for their ends, not for our own cancel
 
     async def _start_together(self) -> None:
-        """Each imports for a second or more; who needs another waits for it."""
+        """Each imports for a second or more; one that needs another waits for it."""
         for child in self._children:
             if self._stopping.is_set():
                 return
