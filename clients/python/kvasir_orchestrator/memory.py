@@ -12,7 +12,7 @@ from kvasir_orchestrator.transcript import Message
 
 @dataclass(frozen=True, slots=True)
 class ReplyRequest:
-    """One turn as it is asked for. ReplyRequest again after a break it is the same in every field."""
+    """One turn as it is requested; requested again, after a break, it is the same in every field."""
 
     turn: Turn
     agent_id: str  # the agent's name at the engine

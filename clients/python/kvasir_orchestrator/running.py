@@ -132,7 +132,7 @@ class _Runner:
                 self._tasks[turn.index] = asyncio.create_task(self._run_turn(turn))
 
     async def _run_turn(self, turn: Turn) -> None:
-        """One turn. However it ends, who reads the events is told, and nobody waits for ever."""
+        """One turn. However it ends, its end comes to the queue, and nobody waits for ever."""
         try:
             asked = self._asked(turn)
             answer = await self._until_whole(asked)
