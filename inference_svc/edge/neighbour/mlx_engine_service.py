@@ -27,6 +27,7 @@ from inference_svc.model.model_host import ModelHost
 from inference_svc.served_model import ServedModel
 from inference_svc.text.literal_text import from_outside
 from inference_svc.text.token_ids import TokenIds
+from inference_svc.turns.turn_service import Choices
 
 MLX_ENGINE_NAME = mlx.DESCRIPTOR.services_by_name["MlxEngine"].full_name
 _RPCS = [method.name for method in mlx.DESCRIPTOR.services_by_name["MlxEngine"].methods]
@@ -58,9 +59,16 @@ class MlxEngineService(mlx_engine_pb2_grpc.MlxEngineServicer):  # type: ignore[m
 
     async def Generate(self, request: mlx.GenerateRequest, context: Any) -> None:
         with messages.fields_by_their_names():
-            await self._generate(request, context)
+            running = await self._begun(request)  # which keeps no model while a slow reader takes the rest
+            writer = messages.ReplyWriter(is_streamed=request.stream)
+            try:
+                async for _, event in running.events():
+                    if (response := writer.response(event)) is not None:
+                        await send(context, response, self._reader_stall_s)
+            finally:
+                running.cancel()  # as in our own Generate: a cancel, a deadline and a disconnect end here
 
-    async def _generate(self, request: mlx.GenerateRequest, context: Any) -> None:
+    async def _begun(self, request: mlx.GenerateRequest) -> Choices:
         check_serves(self._is_stopping)
         caller, request_id = current_principal(), request.request_id
         request_id = check_request_id(request_id) if request_id else new_request_id()
@@ -80,14 +88,7 @@ class MlxEngineService(mlx_engine_pb2_grpc.MlxEngineServicer):  # type: ignore[m
             caller=caller.name,
             new_seed=new_seed,
         )
-        running = served.turns.begin(checked)
-        writer = messages.ReplyWriter(is_streamed=request.stream)
-        try:
-            async for _, event in running.events():
-                if (response := writer.response(event)) is not None:
-                    await send(context, response, self._reader_stall_s)
-        finally:
-            running.cancel()  # as in our own Generate: a cancel, a deadline and a disconnect end here
+        return served.turns.begin(checked)
 
     async def Abort(self, request: mlx.AbortRequest, context: Any) -> mlx.AbortResponse:
         if len(request.request_ids) > _MAX_ABORTED:

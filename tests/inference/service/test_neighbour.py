@@ -232,12 +232,16 @@ def refusal(call: Any) -> Any:
     return caught.value
 
 
-def test_a_model_whose_tokenizer_was_fetched_leaves_nothing_when_it_goes(neighbour: House, stub: Any) -> None:
+def test_a_model_whose_tokenizer_or_reply_was_fetched_leaves_nothing_when_it_goes(neighbour: House, stub: Any) -> None:
     assert list(stub.GetTokenizer(common_pb2.GetTokenizerRequest()))
-    with neighbour.client() as client:
+    small_window = [("grpc.http2.lookahead_bytes", 1 << 10), ("grpc.http2.bdp_probe", 0)]
+    with neighbour.client() as client, grpc.insecure_channel(neighbour.engine.address, small_window) as channel:
+        slow = mlx_engine_pb2_grpc.MlxEngineStub(channel).Generate(asked([5], stream=True, max_tokens=100, logprobs=20))
+        next(slow)
         [model] = client.list_models()
         for _ in range(3):  # other work of the service may hold a model for a moment, and the archive holds it for good
             client.unload_model(drop_unstored=True)
             client.load_model(model.name)
+        assert sum(len(response.chunk.token_ids) for response in slow) > 50, "the rest came behind"
     left_bytes = [int(each) for each in re.findall(r"left_bytes\W+(\d+)", neighbour.engine.log)]
     assert min(left_bytes[-3:]) < 1 << 16, "of weights and pages"
