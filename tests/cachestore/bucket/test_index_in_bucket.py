@@ -115,6 +115,19 @@ def test_an_image_that_the_bucket_forgot_costs_no_object_before_it(
     second.close()
 
 
+def test_a_commit_whose_object_is_there_by_the_servers_word_alone_is_written_again(
+    tmp_path: Path, bucket: Hooked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server may answer that a name is taken, and have no such object: nobody else has begun since."""
+    first, create, lies = _catalog(tmp_path / "a", bucket), bucket.put_new, [True, True]
+    monkeypatch.setattr(bucket, "put_new", lambda name, data: not lies.pop() if lies else create(name, data))
+    _set(first, "one")
+    first.close()
+    second = _catalog(tmp_path / "b", bucket)
+    assert _has(second, "one")
+    second.close()
+
+
 def test_a_store_that_was_followed_answers_nothing_more(tmp_path: Path, bucket: Hooked) -> None:
     first = _catalog(tmp_path / "a", bucket)
     _set(first, "one")

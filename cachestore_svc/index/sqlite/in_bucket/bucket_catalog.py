@@ -259,12 +259,17 @@ class BucketCatalog(Catalog):
             if not self._bucket.put_new(name, data) and bytes(self._bucket.get(name, MOST_BYTES)) != data:
                 return False
             self._owner.check()
-        except (FileNotFoundError, FailedPrecondition):  # another store followed; it may have given up the object
-            return self._is_before_follower()
+        except (FileNotFoundError, FailedPrecondition) as error:
+            # Another store followed, and may have given up the object.
+            own, followers = self._starts()
+            if own and not followers and isinstance(error, FileNotFoundError):
+                raise  # nobody gave it up: the server called a name taken that it does not have
+            return own > 0 and all(number > self._state.number + 1 for number in followers)
         return True
 
-    def _is_before_follower(self) -> bool:
-        """Whether the store that followed has read our next object. Else the name was free again, because that store
+    def _starts(self) -> tuple[int, list[int]]:
+        """The number of the first object of this start (0: it is not there), and of those behind it. A store that
+        followed has read our next object if its own is behind that. Else the name was free again, because that store
         gave up its own object of the name for a newer image."""
         connection = _database(newest(self._bucket, accepts_older=True)[0].image)
         try:
@@ -273,7 +278,7 @@ class BucketCatalog(Catalog):
             connection.close()
         numbers = {start: int(number) for start, number in starts}
         own = numbers.get(self._owner.start, 0)
-        return own > 0 and all(number <= own or number > self._state.number + 1 for number in numbers.values())
+        return own, [number for number in numbers.values() if number > own]
 
     def _shorten(self) -> None:
         """Write a whole image when many deltas lie behind the last one, and then remove these. After a failure the next
