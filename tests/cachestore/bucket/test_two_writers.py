@@ -125,7 +125,8 @@ def _second(core: Core, bucket: Bucket, root: Path) -> Store:
     space = Space(config, core.disk, core.ballast, core.catalog.read(HOUSE, lambda view: view.stored_bytes()))
     own = {"config": config, "blobs": blobs, "space": space, "asides": set()}
     writers = Writers(blobs, space, core.now_unix_ms)
-    return Store(Opened(replace(core, **own, writers=writers), os.open(root, os.O_RDONLY)))  # type: ignore[arg-type]
+    opened = Opened(replace(core, **own, writers=writers), core.blobs, os.open(root, os.O_RDONLY))  # type: ignore[arg-type]
+    return Store(opened)
 
 
 @contextmanager
