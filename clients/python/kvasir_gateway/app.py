@@ -182,7 +182,7 @@ class Gateway:
         if previous not in said:
             raise openai_responses.lost(str(asked.previous_response_id))
         begins_with_them = previous.had_instructions and said[previous][0].role == "system"
-        # Instructions are not appended to what an agent remembers: its own ones give way to new ones only.
+        # No instructions are appended to an agent's memory: its own ones give way to new ones only.
         before = said[previous][: -1 - previous.number]
         is_agents_own = any(each.role != "system" for each in before) and not asked.instructions
         return said[previous][1:] if begins_with_them and not is_agents_own else said[previous]
