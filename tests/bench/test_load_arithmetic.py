@@ -28,7 +28,7 @@ from kvasir_bench.load.arithmetic import (
     in_flight,
 )
 from kvasir_bench.load.report import lines, plots, ratios
-from kvasir_bench.load.run import LoadAgent, LoadScope, run
+from kvasir_bench.load.run import GrpcTarget, LoadAgent, LoadScope, run
 from kvasir_bench.pictures import series
 
 SHORT = Lengths(8, 8)
@@ -112,6 +112,7 @@ def test_two_servers_stand_in_one_table_and_in_each_picture() -> None:
     peer = {**found, "name": "other", "serves": "one by one", "wall_s": 48.0, "good_requests_per_s": 0.0}
     both = {"settings": settings, "name": "here", **found, "peer": peer, "ratios": ratios(found, peer)}
     assert (both["ratios"]["wall_s"], both["ratios"]["first_token_p50"]) == (0.5, 1.0)
+    assert ratios(found, {**peer, "reply_tokens": 2 * found["reply_tokens"]})["reply_tokens"] == 0.5, "it ended sooner"
     assert both["ratios"]["good_requests_per_s"] is None, "nothing is divided by nothing"
     shown = "\n".join(lines(both))
     assert Counter(word for word in shown.split() if word in ("here", "other"))["other"] == 4 + 1
@@ -232,6 +233,34 @@ def test_callers_at_once_send_so_many_turns_and_both_servers_the_same_texts_and_
     assert {len(text.split()) for _, (text,), _ in quick.seen} <= set(range(5, 16))
     assert {most for *_, most in quick.seen} <= set(range(5, 10))
     assert found["phases"]["tail_s"] == 0
+
+
+def test_a_rate_offers_its_tokens_while_turns_arrive_however_long_they_take() -> None:
+    """A server that falls behind must not seem to be offered what it does."""
+    long = 0.4
+    for options in ({"requests": 20}, {"seconds": 20 / 200}):
+        found = asyncio.run(run(_Listed(long), LoadScope(SHORT, SHORT, 200.0, **options), tokens_per_word=2.0))
+        assert found["offered_tokens_per_s"] == pytest.approx(200 * 8, rel=0.6)
+    assert found["wall_s"] > long
+
+
+def test_turns_over_grpc_are_greedy_as_those_over_http() -> None:
+    """A model's own temperature would give the two servers other replies."""
+    given: list[dict[str, Any]] = []
+
+    class Client:
+        async def generate(self, **options: Any) -> AsyncGenerator[Any, None]:
+            given.append(options)
+            return
+            yield
+
+    async def play() -> None:
+        client: Any = Client()
+        async for _ in GrpcTarget(client).turn(LoadAgent("", 0, [{"role": "user", "content": "1"}]), 9):
+            pass
+
+    asyncio.run(play())
+    assert [each["sampling"] for each in given] == [{"max_tokens": 9, "temperature": 0}]
 
 
 class _Full(_Listed):

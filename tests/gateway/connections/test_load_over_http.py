@@ -59,6 +59,15 @@ def test_of_a_server_without_usage_events_are_counted_and_refusals_by_status() -
     assert found["tokens_counted_by"] == {"events": steady - (steady + 1) // 3}
 
 
+@pytest.mark.long(3)
+def test_a_load_of_which_no_turn_ended_well_ends_with_1() -> None:
+    """Though each had a first token, in time."""
+    with _meagre_server(kinds=1) as url:
+        found = load(url, "any", "--model", "other", code=1)
+    assert found["first_token_s"]["count"] == found["phases"]["steady"] > 0
+    assert found["end_to_end_s"]["count"] == 0
+
+
 def test_a_server_that_is_no_such_server_is_refused_by_its_address() -> None:
     with _serving(_Page) as url:
         told = load(url, "any", "--model", "other", code=4)
@@ -81,8 +90,8 @@ class _Page(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def _meagre_server() -> Iterator[str]:
-    """Answers in turn: a stream without an end, 429, a whole stream; and never with usage."""
+def _meagre_server(kinds: int = 3) -> Iterator[str]:
+    """Answers in turn, with the first kinds of: a stream without an end, 429, a whole stream; and never with usage."""
     lock, numbers = threading.Lock(), iter(range(1000))
     chunk = {"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": None}]}
 
@@ -92,7 +101,7 @@ def _meagre_server() -> Iterator[str]:
             if not asked["stream"]:
                 return self._answer(200, b'{"choices": []}')
             with lock:
-                number = next(numbers) % 3
+                number = next(numbers) % kinds
             lines = [json.dumps(chunk)] * 3 + (["[DONE]"] if number == 2 else [])
             body = "".join(f"data: {line}\n\n" for line in lines)
             return self._answer(429 if number == 1 else 200, body.encode())

@@ -130,7 +130,8 @@ class ServerOptions:
 
 
 def load(caller: Caller, options: LoadOptions, servers: ServerOptions, plots: PlotsOption = None) -> None:
-    """Send turns to a running engine, and show requests a second and the turns' times: p50, p95, p99.
+    """Send turns to a running engine, and show requests a second and the turns' times: p50, p95, p99. Ends with 1 if no
+    turn of the steady state ended well.
 
     Turns arrive even if earlier turns still run, unless --at-once limits the number in flight. The engine is the
     home's, or --engine; with --http any server of OpenAI's chat completions, and all times include HTTP. A crowd beside
@@ -144,7 +145,7 @@ def load(caller: Caller, options: LoadOptions, servers: ServerOptions, plots: Pl
     with progress(caller, "turns arrive", plots) as say:
         results = asyncio.run(_measured(target, scope, servers.mlx_lm, say))
     show(caller, results, report, plots)
-    if not results["first_token_s"]["count"]:
+    if not results["end_to_end_s"]["count"]:
         raise typer.Exit(PROBLEMS)
 
 

@@ -6,20 +6,21 @@ from typing import Any
 from kvasir_bench.pictures import Picture, Plots
 from kvasir_bench.tables import cells, number, text_table
 
-KEYS = """Names in the JSON stay. `settings` are the options. `phases` are the turns that arrived in the ramp and in
-the steady state, and the seconds from its end until all had ended (`tail_s`); with --requests the whole run is
-steady. `first_token_s` and `end_to_end_s`, counted from the moment that a turn was due, are those of turns that
-arrived in the steady state; `gap_s`, between two messages of a turn, `tokens_per_s` and `requests_per_s` are those of
-the steady state, whoever's. Each of the first three has `count`, `mean`, `p50`, `p95`, `p99`, `largest`. `wall_s`:
-until all had ended. `reply_tokens`: of all turns. Goodput is `good_requests_per_s`: turns that ended well with their
-first token within --first-token-ms and every gap within --gap-ms; `good_share` is their part of the turns that ended.
-`offered_tokens_per_s` is what the arrivals of the steady state asked for; with `settings.at_once` turns arrive when
-others end, and nothing is offered. `in_flight_at_start` and `in_flight_at_end` of the steady state: an engine that
-falls behind has more at its end. `failures` by reason, of HTTP by status. `tokens_counted_by`: of how many turns
-tokens were counted by their ids, by usage, or by events: where a server gives no usage, each event counts one.
+KEYS = """Names in the JSON stay. `settings` are the options. `phases` are the turns that arrived in the ramp and in the
+steady state, and the seconds from its end until all had ended (`tail_s`); with --requests the whole run is steady.
+`first_token_s` and `end_to_end_s`, counted from the moment that a turn was due, are those of turns that arrived in the
+steady state; `gap_s`, between two messages of a turn, `tokens_per_s` and `requests_per_s` are those of the steady
+state, whoever's. Each of the first three has `count`, `mean`, `p50`, `p95`, `p99`, `largest`. `wall_s`: until all had
+ended. `reply_tokens`: of all turns. Goodput is `good_requests_per_s`: turns that ended well with their first token
+within --first-token-ms and every gap within --gap-ms; `good_share` is their part of the turns that ended.
+`offered_tokens_per_s` is what the arrivals of the steady state asked for while they came; with `settings.at_once` turns
+arrive when others end, and nothing is offered. `in_flight_at_start` and `in_flight_at_end` of the steady state: an
+engine that falls behind has more at its end. `failures` by reason, of HTTP by status. `tokens_counted_by`: of how many
+turns tokens were counted by their ids, by usage, or by events: where a server gives no usage, each event counts one.
 Prompts are as long as the server counts; where it does not (`prompt_tokens_are_guessed`), they are guessed.
 `load_before` and `load_after`: the machine's. `peer` has the same names of mlx_lm.server, and how it `serves`, or why
-it was `left_out`; `ratios` are ours / its, unless turns of either failed: then they did not do the same work."""
+it was `left_out`; `ratios` are ours / its, `reply_tokens` among them, because replies that end sooner are less work;
+none where turns of either failed."""
 
 _TIMES = (("first_token_s", "first token"), ("gap_s", "gap"), ("end_to_end_s", "end to end"))
 _COLUMNS = ("mean", "p50", "p95", "p99", "largest")
@@ -30,7 +31,7 @@ def ratios(ours: Mapping[str, Any], peers: Mapping[str, Any]) -> dict[str, float
     """Ours / the peer's, of each name that both have found; None if either did not answer every turn."""
     if "left_out" in peers or ours["failures"] or peers["failures"]:
         return None
-    pairs = {name: (ours[name], peers[name]) for name in ("wall_s", *_RATES)}
+    pairs = {name: (ours[name], peers[name]) for name in ("wall_s", "reply_tokens", *_RATES)}
     pairs |= {
         f"{name.removesuffix('_s')}_{rank}": (ours[name][rank], peers[name][rank])
         for name, _ in _TIMES

@@ -94,7 +94,7 @@ class GrpcTarget:
             messages=messages,
             append_messages=added,
             agent_id=agent.name,
-            max_tokens=max_tokens,
+            sampling={"max_tokens": max_tokens, "temperature": 0},  # as over HTTP, whatever the model's own setting is
             timeout_s=MEASURED_WITHIN_S,
         )
         try:
@@ -128,9 +128,11 @@ async def run(
         await target.forget(load.remembered)
     turns = load.turns
     window = Window(scope.ramp_s, scope.seconds or max(turn.ended_s or 0.0 for turn in turns))
-    offered = sum(turn.most_tokens for turn in turns if turn.due_s in window) / window.length_s
+    # So many requests have arrived long before a slow server has ended them.
+    arriving_s = window.length_s if scope.seconds else max(turn.due_s for turn in turns)
+    offered = None if scope.at_once else sum(turn.most_tokens for turn in turns if turn.due_s in window) / arriving_s
     return {
-        "offered_tokens_per_s": None if scope.at_once else offered,
+        "offered_tokens_per_s": offered,
         **findings(turns, window, scope.limits),
         "tokens_counted_by": dict(
             Counter(target.counts if turn.total_tokens is None else "usage" for turn in turns if turn.deltas)
