@@ -1,16 +1,19 @@
 """`kvasir bench paper`: each table of the papers has its measured rows, whose every figure comes from a measurement."""
 
+import asyncio
 import copy
 import csv
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kvasir.errors import InvalidArgument
+from kvasir.errors import InvalidArgument, Unavailable
+from kvasir_bench.commands.paper import conversations
 from kvasir_bench.commands.paper.cases import CASES, chosen, with_field
+from kvasir_bench.load.arithmetic import Arrived, TurnFailed
 from kvasir_bench.paper import measured_rows as of
 from kvasir_bench.paper import report
 from kvasir_bench.paper.tables import HERE, SOURCES, Table, content, rows_of, tables
@@ -371,6 +374,16 @@ def test_the_kept_tables_have_the_published_figures_and_are_shown_as_they_are_ke
         assert [row for row in found["rows"] if row["by"] != HERE] == declared
         assert found["note"] == table.note
     assert "\n".join(report.lines(kept, markdown_table)).strip() in (measured / "papers.md").read_text()
+
+
+def test_a_turn_that_a_server_fails_is_a_case_s_failure_and_not_the_run_s() -> None:
+    class Full:
+        async def turn(self, *_: Any) -> AsyncGenerator[Arrived, None]:
+            raise TurnFailed("HTTP 503")
+            yield Arrived()
+
+    with pytest.raises(Unavailable, match="a turn failed: HTTP 503"):
+        asyncio.run(conversations._streamed(Full(), "ada", []))
 
 
 def test_a_picture_has_published_and_measured_lines_of_one_unit(tmp_path: Path) -> None:

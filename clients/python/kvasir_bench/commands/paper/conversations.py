@@ -10,12 +10,12 @@ from statistics import median
 from typing import Any
 
 from kvasir.clients import AioInferenceClient, InferenceClient
-from kvasir.errors import KvasirError
+from kvasir.errors import KvasirError, Unavailable
 
 from kvasir_bench.arithmetic import medians
 from kvasir_bench.commands.paper.bench import Bench
 from kvasir_bench.load import run
-from kvasir_bench.load.arithmetic import Arrived, Lengths, LoadTurn
+from kvasir_bench.load.arithmetic import Arrived, Lengths, LoadTurn, TurnFailed
 from kvasir_bench.load.run import LoadAgent
 from kvasir_bench.memory_path.turns import Agent, SeenTurn, text_of, words_per_token
 
@@ -144,11 +144,15 @@ async def _three(bench: Bench, target: Any, length: int) -> dict[str, Any]:
 
 
 async def _streamed(target: Any, agent: str, messages: list[dict[str, str]]) -> tuple[LoadTurn, str]:
+    """Raises Unavailable: a turn that failed costs its table a row, and not the run."""
     turn, reply, began = LoadTurn(0.0), "", time.monotonic()
-    async with aclosing(target.turn(LoadAgent(agent, 0, messages), _REPLY_TOKENS)) as arriving:
-        async for arrived in arriving:
-            turn.add(arrived, time.monotonic() - began)
-            reply += arrived.text
+    try:
+        async with aclosing(target.turn(LoadAgent(agent, 0, messages), _REPLY_TOKENS)) as arriving:
+            async for arrived in arriving:
+                turn.add(arrived, time.monotonic() - began)
+                reply += arrived.text
+    except TurnFailed as failure:
+        raise Unavailable(f"a turn failed: {failure}") from None
     turn.ended_s = time.monotonic() - began
     return turn, reply
 
