@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import traceback
 from pathlib import Path
 
 import mlx.core as mx
@@ -61,6 +62,16 @@ def give_back(*, is_first: bool) -> None:
     if had_exempted:
         gc.freeze()
     mx.clear_cache()
+
+
+def forget_frames(error: BaseException) -> None:
+    """Let go of what an error's calls had, and of those that it came from: the weights of a model that failed would
+    stay beside the next one's for as long as the error is reported.
+    """
+    found: list[BaseException] = [error]
+    for each in found:
+        traceback.clear_frames(each.__traceback__)
+        found += [cause for cause in (each.__cause__, each.__context__) if cause is not None and cause not in found]
 
 
 def active_bytes() -> int:

@@ -251,7 +251,9 @@ class ModelHost(Generic[ServedT]):
         try:
             self.served = await self._open(name, self._models[name])
             self.loaded, self._asleep = name, ""
-        except BaseException:
+        except BaseException as error:
+            device_memory.forget_frames(error)
+            await asyncio.to_thread(device_memory.give_back, is_first=False)
             self._unloaded()
             raise
         finally:

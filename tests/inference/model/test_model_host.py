@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import weakref
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -66,6 +67,44 @@ def test_nobody_is_refused_because_a_model_is_just_falling_asleep(asked: str, mo
         return host.loaded
 
     assert asyncio.run(scenario()) == LEFT[asked]
+
+
+def test_a_model_that_does_not_load_is_gone_before_the_one_before_is_loaded_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a device with room for one of them would be left with none."""
+    freed, read = list[bool](), list[weakref.ref[Weights]]()
+    monkeypatch.setattr(device_memory, "give_back", lambda *, is_first: freed.append(is_first))
+
+    def read_weights() -> None:
+        weights = Weights()
+        read.append(weakref.ref(weights))
+        try:
+            raise ValueError("no tokenizer")
+        except ValueError as error:
+            raise FailedPrecondition("no model") from error
+
+    async def open_model(name: str, _path: str) -> SlowToGo:
+        if name == "b":
+            await asyncio.to_thread(read_weights)
+        assert not [each for each in read if each() is not None], "they lie beside the other's"
+        assert len(freed) == 2 * len(read), "the one before, and the one that failed"
+        model = SlowToGo()
+        model.let_go.set()
+        return model
+
+    async def scenario() -> str:
+        host = ModelHost({"a": "/a", "b": "/b"}, open_model, lambda: None)
+        await host.load("a")
+        with pytest.raises(FailedPrecondition):
+            await host.load("b")
+        return host.loaded
+
+    assert asyncio.run(scenario()) == "a"
+
+
+class Weights:
+    """Of a model."""
 
 
 def test_a_model_that_does_not_load_claims_no_memory() -> None:
