@@ -63,8 +63,17 @@ async def open_served(
     """Load a model. Takes seconds to minutes, off the event loop. `open_engine`: `Engine.open` with a KV budget;
     `begin_phase`: see there. Raises what Engine.open raises.
     """
+    options = _engine_options(shared.settings)
+    engine = await asyncio.to_thread(open_engine, path, name=name, begin_phase=begin_phase, **options)
+    try:
+        return await _served_by(engine, name, shared, begin_phase)
+    except BaseException:
+        await asyncio.to_thread(engine.close)  # as nobody else has it
+        raise
+
+
+async def _served_by(engine: Engine, name: str, shared: ModelsParts, begin_phase: Callable[[str], None]) -> ServedModel:
     settings, stores, admission, clock = shared.settings, shared.stores, shared.admission, shared.clock
-    engine = await asyncio.to_thread(open_engine, path, name=name, begin_phase=begin_phase, **_engine_options(settings))
     admission.serves_with(engine.memory_budget_bytes)
     begin_phase("kernels")
     prompting = Prompting(engine.tokenizer, engine.token_text, shared.now_ms)
