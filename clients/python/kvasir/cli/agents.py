@@ -310,11 +310,9 @@ def export(
     if str(file) == "-":
         caller.out = caller.err  # words about the export are no part of it
     with store_client(caller) as client, newest_client(caller) as newest, carrying.target(file, replace=force) as out:
-        line, version = wanted.line, wanted.version
-        if written.form is carrying.Form.ARCHIVE:
-            pieces: Iterable[bytes] = newest.export_agent(agent, line, version)
-        else:
-            pieces = carrying.seed_pieces(client, agent, line, version, written.model_name)
+        pieces: Iterable[bytes] = newest.export_agent(agent, wanted.line, wanted.version)
+        if written.form is carrying.Form.SEED:
+            pieces = carrying.seed_pieces(pieces, written.model_name)
         if lock is not None:
             pieces = carrying.sealed_pieces(pieces, lock)
         elif carrying.is_sealed(client):

@@ -21,10 +21,11 @@ from kvasir.cli.running.home import Home
 from kvasir.clients import StoreClient
 from kvasir.clients.archive_file import new_file
 from kvasir.credentials import read_private_text
-from kvasir.errors import FailedPrecondition, InvalidArgument
+from kvasir.errors import DataLoss, FailedPrecondition, InvalidArgument
 from kvasir.formats import manifest as manifests
 from kvasir.formats import sealed_archive
 from kvasir.formats.archive import ArchiveReader, Described, pack
+from kvasir.formats.digest import Digest
 from kvasir.formats.seed_file import from_seed_file, to_seed_file
 
 _MASTER_KEY = re.compile(r"[0-9a-f]{64}")
@@ -50,13 +51,20 @@ def target(file: Path, *, replace: bool) -> Iterator[BinaryIO]:
     sys.stdout.buffer.flush()
 
 
-def seed_pieces(client: StoreClient, agent: str, line: str, version: int | None, model_name: str) -> Iterator[bytes]:
-    """One version in the seed's form."""
-    snapshot, manifest_bytes = client.get_snapshot(agent, line, version)
-    manifest = manifests.parse(manifest_bytes)
-    blobs = {digest: bytes(data) for digest, data in client.get_blobs(manifests.digests(manifest))}
-    model_id = model_name or manifest.kv_identity.weights_digest
-    yield from to_seed_file(manifest, blobs.__getitem__, agent_id=snapshot.agent_id, model_id=model_id)
+def seed_pieces(archive: Iterable[bytes], model_name: str) -> Iterator[bytes]:
+    """An archive in the seed's form."""
+    reader, blobs, described = ArchiveReader(), dict[Digest, bytearray](), list[Described]()
+    for part in (part for piece in archive for part in reader.feed(piece)):
+        if isinstance(part, Described):
+            described.append(part)
+        else:
+            blobs.setdefault(part.digest, bytearray()).extend(part.data)
+    reader.finish()
+    if damaged := [digest for digest, data in blobs.items() if Digest.of(data) != digest]:
+        raise DataLoss(f"blob {damaged[0]} of the archive has other bytes", metadata={"digest": damaged[0].hash})
+    [memory] = described
+    names = {"agent_id": memory.agent_id, "model_id": model_name or memory.manifest.kv_identity.weights_digest}
+    yield from to_seed_file(memory.manifest, lambda digest: bytes(blobs.pop(digest)), **names)
 
 
 @contextmanager

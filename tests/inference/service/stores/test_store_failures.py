@@ -12,6 +12,7 @@ from kvasir.errors import Unavailable
 from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
 
+from tests.cli.running import in_process
 from tests.inference.service.stores.slow_link import SlowLink
 from tests.running.system_fixtures import House, running_house
 
@@ -234,6 +235,29 @@ def test_a_full_store_fails_the_snapshot_with_the_reason_and_not_the_turn(model:
         with house.client() as client, pytest.raises(Unavailable) as refused:
             client.fork_agent("too large", "no fork")
         assert refused.value.reason == "MEMORY_NOT_STORED"
+    finally:
+        house.close()
+
+
+@pytest.mark.long(3)
+@pytest.mark.parametrize("form", ["archive", "seed"])
+def test_a_file_has_the_newest_turn_or_is_refused_while_that_is_not_stored(
+    form: str, model: Path, tmp_path: Path
+) -> None:
+    house, file = House(tmp_path, model), tmp_path / "ada"
+    at = ("--home", tmp_path / "home", "--engine", house.engine.address, "--address", house.store.address)
+    try:
+        house.start()
+        conversation(house, "ada")
+        with house.store_client() as store:
+            stored_bytes = store.get_usage().blob_bytes
+        house.store.kill()
+        house.store.options += ["--quota-bytes", str(stored_bytes + 1)]
+        house.repair()
+        assert in_process(*at, "agents", "export", "ada", file, "--format", form).code == 0
+        assert ask(house, "ada").finished.snapshot.state == pb.SNAPSHOT_STATE_FAILED
+        refused = in_process(*at, "--json", "agents", "export", "ada", file, "--force", "--format", form)
+        assert "MEMORY_NOT_STORED" in refused.out
     finally:
         house.close()
 
