@@ -68,6 +68,8 @@ def blobs_of(
             if has_index:  # a store that runs has the lost objects in memory, and goes on
                 BucketCatalog.check_listed(bucket, accepts_older=takes)
             owner = take_bucket(bucket, note, token_hex, takes_from_copy=takes, has_index=has_index)
-        return BucketBlobs(bucket, owner, local, DiskTier(config.data_dir / "tier", config.blob_tier_bytes))
+        kept_bytes = config.free_disk_reserve_bytes + config.ballast_bytes
+        tier = DiskTier(config.data_dir / "tier", config.blob_tier_bytes, disk, kept_bytes)
+        return BucketBlobs(bucket, owner, local, tier)
     except OSError as error:
         raise refusal(error, where) from error

@@ -1,4 +1,5 @@
-"""Copies of objects on the local disk, at most so many bytes: each is verified when it is read, and may be lost.
+"""Copies of objects on the local disk, at most so many bytes, and at most half of the room that the disk has without
+them: blobs that arrive need some, too. Each is verified when it is read, and may be lost.
 
 When room is short, the namespace that has the most loses its own copies first."""
 
@@ -11,6 +12,8 @@ from pathlib import Path
 
 from kvasir.formats.digest import Digest
 
+from cachestore_svc.blobs.disk import Disk
+
 _HASH_BYTES = 32  # behind the bytes of each file
 _NEW = ".new-"
 
@@ -19,9 +22,12 @@ class DiskTier:
     """The copies that were used last. A write is renamed into place, so a crash leaves no half copy under a name; a
     file that does not verify is removed. From any thread."""
 
-    def __init__(self, root: Path, most_bytes: int) -> None:
+    def __init__(self, root: Path, most_bytes: int, disk: Disk | None = None, kept_bytes: int = 0) -> None:
+        """`kept_bytes`: must stay free on the disk, whatever is there."""
         self._root = root
         self._most_bytes = most_bytes
+        self._disk = disk or Disk()
+        self._kept_bytes = kept_bytes
         self._lock = threading.Lock()
         self._sizes: dict[str, OrderedDict[Path, int]] = {}  # by namespace, the one that was used last at the end
         self._held: Counter[str] = Counter()
@@ -35,7 +41,8 @@ class DiskTier:
                 status = path.stat()
                 found.append((status.st_mtime_ns, path, status.st_size))
         for _, path, size in sorted(found):
-            self._count(path, size)
+            self._add(path, size)
+        self._shrink()
 
     @property
     def total_bytes(self) -> int:
@@ -56,6 +63,7 @@ class DiskTier:
         with self._lock:
             if path in (sizes := self._sizes.get(place, OrderedDict())):
                 sizes.move_to_end(path)
+            self._shrink()
         with suppress(OSError):
             os.utime(path)  # the order after a restart
         return data[:-_HASH_BYTES]
@@ -79,26 +87,39 @@ class DiskTier:
             new.unlink(missing_ok=True)
             self.remove(place, name)  # it may be an older one
             return
-        self._count(path, size)
+        with self._lock:
+            self._add(path, size)
+            self._shrink()
 
     def remove(self, place: str, name: str) -> None:
         path = self._root / place / name
         with self._lock:
             self._forget(path)
+            self._shrink()
         with suppress(OSError):
             path.unlink(missing_ok=True)
 
-    def _count(self, path: Path, size_bytes: int) -> None:
-        with self._lock:
-            self._forget(path)
-            self._sizes.setdefault(path.parent.name, OrderedDict())[path] = size_bytes
-            self._held[path.parent.name] += size_bytes
-            while self._held.total() > self._most_bytes:
-                [(largest, _)] = self._held.most_common(1)
-                oldest = next(iter(self._sizes[largest]))
-                self._forget(oldest)
-                with suppress(OSError):
-                    oldest.unlink(missing_ok=True)
+    def _add(self, path: Path, size_bytes: int) -> None:
+        self._forget(path)
+        self._sizes.setdefault(path.parent.name, OrderedDict())[path] = size_bytes
+        self._held[path.parent.name] += size_bytes
+
+    def _shrink(self) -> None:
+        """Whatever is done, as others may have filled the disk."""
+        most_bytes = self._room_bytes()
+        while self._held.total() > most_bytes:
+            [(largest, _)] = self._held.most_common(1)
+            oldest = next(iter(self._sizes[largest]))
+            self._forget(oldest)
+            with suppress(OSError):
+                oldest.unlink(missing_ok=True)
+
+    def _room_bytes(self) -> int:
+        try:
+            free_bytes = self._disk.free_bytes(self._root)
+        except OSError:
+            return self._most_bytes
+        return min(self._most_bytes, max(0, free_bytes + self._held.total() - self._kept_bytes) // 2)
 
     def _forget(self, path: Path) -> None:
         place = path.parent.name

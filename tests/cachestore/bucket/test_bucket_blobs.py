@@ -412,6 +412,27 @@ def test_a_namespace_that_reads_much_takes_no_copy_of_another_within_its_part(tm
     assert tier.total_bytes == 6 * 1032
 
 
+class SmallDisk(Disk):
+    def __init__(self, root: Path, size_bytes: int) -> None:
+        self.left_bytes = lambda: size_bytes - sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+
+    def free_bytes(self, path: Path) -> int:
+        return self.left_bytes()
+
+
+def test_copies_leave_room_for_blobs_that_arrive_on_a_disk_smaller_than_they_may_take(
+    tmp_path: Path, bucket: AwayBucket
+) -> None:
+    disk, blobs = SmallDisk(tmp_path, 4 << 20), _blobs(16)
+    assert sum(map(len, blobs)) > 4 << 20
+    lab = Lab(tmp_path / "a")
+    lab.kept_blobs = blobs_of(replace(lab.config(), blobs=WHERE), disk, bucket)
+    with lab.open(disk) as store:
+        digests = [_put(store, data) for data in blobs]
+        bucket.is_away = True
+        assert store.blobs.read(NS, digests[-1]) == blobs[-1]  # of its copy
+
+
 def test_a_copy_that_does_not_verify_is_no_copy_and_a_crash_leaves_none(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path / "t", 1 << 20)
     tier.put("p", "a", b"a" * 100)

@@ -94,7 +94,9 @@ class StoreFiles(Table):
         "aws_secret_access_key, aws_session_token, region, endpoint_url.",
     )
     blob_tier_bytes: int = option(
-        20 << 30, "Bytes of the disk that cache the bucket's most recently used blobs.", least=0
+        20 << 30,
+        "Bytes of the disk that cache the bucket's most recently used blobs: at most half of the free room.",
+        least=0,
     )
     last_runs_dir: Path | None = option(
         Path("~/.local/state/kvasir/stores"),
