@@ -367,7 +367,8 @@ public final class Client implements AutoCloseable {
               : NettyChannelBuilder.forAddress(parsed.host(), parsed.port());
       building.proxyDetector(target -> null).defaultServiceConfig(READS);
       // A service that froze or a machine that vanished ends the call as UNAVAILABLE after 20 s.
-      building.keepAliveTime(10, TimeUnit.SECONDS).keepAliveTimeout(10, TimeUnit.SECONDS);
+      // Without calls, too: until a new connection's service has answered, gRPC counts a waiting call as none.
+      building.keepAliveTime(10, TimeUnit.SECONDS).keepAliveTimeout(10, TimeUnit.SECONDS).keepAliveWithoutCalls(true);
       if (trusted == null) {
         building.usePlaintext();
       } else {

@@ -43,7 +43,7 @@ final class Upload implements ClientResponseObserver<ImportAgentRequest, ImportA
       return answer.get().getSnapshot();
     } catch (ExecutionException error) {
       throw KvasirException.of((StatusRuntimeException) error.getCause());
-    } catch (IOException | InterruptedException error) {
+    } catch (IOException | InterruptedException | RuntimeException error) {
       pieces.cancel("the archive could not be read", error);
       throw error;
     }
