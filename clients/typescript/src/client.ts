@@ -8,7 +8,7 @@ import {
   EmbedRequestSchema,
   type EmbedResponse, type Finished, type GenerateRequestSchema, type HotMemory, type InferenceService, type Turn as TurnUnderWay, type WarmResponse,
 } from "./gen/kvasir/inference/v1/inference_pb.js";
-import { Connection, type CallOptions, type ConnectOptions } from "./connection.js";
+import { Connection, deadlineMs, type CallOptions, type ConnectOptions } from "./connection.js";
 import { KvasirError, cut, movedTo, toKvasirError } from "./errors.js";
 import { Reply, checked, countRequest, generateRequest, warmRequest, type GenerateEvent, type Input, type Turn } from "./turns.js";
 
@@ -97,7 +97,7 @@ export class Client {
   ): AsyncGenerator<GenerateEvent, void, undefined> {
     const endsMs = options.timeoutMs === undefined ? undefined : performance.now() + options.timeoutMs;
     const left = (): CallOptions =>
-      endsMs === undefined ? options : { ...options, timeoutMs: Math.max(Math.ceil(endsMs - performance.now()), 1) };
+      endsMs === undefined ? options : { ...options, timeoutMs: endsMs - performance.now() };
     let hasBegun = false;
     try {
       for await (const event of this.#eventsHere(request, options)) {
@@ -169,7 +169,7 @@ export class Client {
   /** Puts an agent's memory into the engine ahead of its next turn, and with an input also computes that prompt. It has no deadline. */
   async warm(agentId: string, input: Input = {}, options: CallOptions = {}): Promise<WarmResponse> {
     const request = warmRequest(agentId, input);
-    return this.#connection.call({ timeoutMs: undefined, ...options }, (given) => this.engine.warm(request, given));
+    return this.#connection.call(options, (given) => this.engine.warm(request, given), Infinity);
   }
 
   /** The tokens of a prompt, or of messages after the chat template. */
@@ -181,7 +181,7 @@ export class Client {
   /** The embeddings of texts, in their order. It has no deadline. */
   async embed(given: MessageInitShape<typeof EmbedRequestSchema>, options: CallOptions = {}): Promise<EmbedResponse> {
     const request = checked(EmbedRequestSchema, given);
-    return this.#connection.call({ timeoutMs: undefined, ...options }, (each) => this.engine.embed(request, each));
+    return this.#connection.call(options, (each) => this.engine.embed(request, each), Infinity);
   }
 
   // --- agents ---
@@ -273,7 +273,7 @@ export class Client {
     }
     const ask = (given: CallOptions) => this.agents.importAgent(requests(), given);
     try {
-      return present((await this.#connection.call({ timeoutMs: undefined, ...options }, ask)).snapshot);
+      return present((await this.#connection.call(options, ask, Infinity)).snapshot);
     } catch (thrown) {
       throw options.signal?.aborted ? thrown : (unreadable ?? thrown);
     } finally {
@@ -298,7 +298,7 @@ async function* streamed<T>(options: CallOptions, ask: (options: CallOptions) =>
   const left = new AbortController();
   const signal = options.signal ? AbortSignal.any([options.signal, left.signal]) : left.signal;
   try {
-    yield* ask({ ...options, signal });
+    yield* ask({ ...options, timeoutMs: deadlineMs(options.timeoutMs), signal });
   } catch (thrown) {
     throw toKvasirError(thrown);
   } finally {

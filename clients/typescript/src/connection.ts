@@ -33,13 +33,15 @@ export interface ConnectOptions {
 }
 
 export interface CallOptions {
-  /** The deadline of this call. */
+  /** The deadline of this call; one of more than a day is none. */
   timeoutMs?: number;
   /** Ends the call when it is aborted. */
   signal?: AbortSignal;
 }
 
 const DEFAULT_TIMEOUT_MS = 10_000;
+// gRPC's header holds eight digits: 27 hours.
+const LONGEST_TIMEOUT_MS = 99_999_999;
 const READ_ATTEMPTS = 4;
 const FIRST_PAUSE_MS = 100;
 
@@ -71,14 +73,22 @@ export class Connection {
     this.#sessions.close();
   }
 
-  /** A round trip, with the connection's deadline if the call has none. */
-  async call<T>(options: CallOptions, ask: (options: CallOptions) => Promise<T>): Promise<T> {
+  /** A round trip, with the connection's deadline if the call has none; `otherwiseMs`: with another one. */
+  async call<T>(options: CallOptions, ask: (options: CallOptions) => Promise<T>, otherwiseMs = this.timeoutMs): Promise<T> {
+    const timeoutMs = deadlineMs(options.timeoutMs ?? otherwiseMs);
     try {
-      return await ask({ timeoutMs: this.timeoutMs, ...options });
+      return await ask({ ...options, timeoutMs });
     } catch (thrown) {
       throw toKvasirError(thrown);
     }
   }
+}
+
+/** A deadline as the transport takes it: it would take 0 for none, and what no timer of node's can hold for 1 ms. */
+export function deadlineMs(timeoutMs: number | undefined): number | undefined {
+  if (timeoutMs === undefined || timeoutMs > LONGEST_TIMEOUT_MS) return undefined;
+  if (Number.isNaN(timeoutMs)) throw invalid("timeoutMs", "expected a number, got NaN");
+  return Math.max(Math.ceil(timeoutMs), 1);
 }
 
 /** Asks again while the service is UNAVAILABLE, where the .proto says that a call may be repeated. */

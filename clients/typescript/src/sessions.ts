@@ -88,12 +88,14 @@ class WatchedSession {
     this.#session.destroy(reason, http2.constants.NGHTTP2_NO_ERROR);
   }
 
+  /** A connection is an answer, too: a TLS handshake may never end. */
   #ping(): void {
-    if (this.#session.connecting || this.#session.destroyed || this.#pong !== undefined) return;
+    if (this.#session.destroyed || this.#pong !== undefined) return;
     this.#pong = setTimeout(() => {
       this.#session.destroy(Object.assign(new Error("the service answers no ping"), { code: "ETIMEDOUT" }));
     }, PONG_WITHIN_MS);
-    this.#session.ping(() => this.#forgetPong());
+    if (this.#session.connecting) this.#session.once("connect", () => this.#forgetPong());
+    else this.#session.ping(() => this.#forgetPong());
   }
 
   #rest(): void {

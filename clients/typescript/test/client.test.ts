@@ -130,6 +130,53 @@ test("a service that froze after its good-bye ends its streams, too", async (con
   server.close();
 });
 
+test("a service that ends no TLS handshake ends its calls", async (context) => {
+  const silent = createRelay().listen(0, "127.0.0.1");
+  await once(silent, "listening");
+  context.mock.timers.enable({ apis: ["setInterval", "setTimeout"] });
+  const client = new Client(`127.0.0.1:${(silent.address() as { port: number }).port}`, { tls: {} });
+  let ended: unknown;
+  void client.reply({ prompt: "a" }).catch((error: unknown) => (ended = error));
+  const [link] = (await once(silent, "connection")) as [Socket];
+  context.mock.timers.tick(10_000);
+  context.mock.timers.tick(10_000);
+  await turnsOfTheLoop(1000);
+  assert.ok(ended instanceof KvasirError && ended.code === "UNAVAILABLE", String(ended));
+  client.close();
+  link.destroy();
+  silent.close();
+});
+
+test("deadlines as the service gets them", async () => {
+  const got: (string | undefined)[] = [];
+  let isSilent = false;
+  const server = createServer().listen(0, "127.0.0.1");
+  await once(server, "listening");
+  server.on("stream", (stream: ServerHttp2Stream, headers) => {
+    stream.on("error", () => {});
+    if (isSilent) return;
+    got.push(headers["grpc-timeout"] as string | undefined);
+    stream.respond({ ":status": 200, "content-type": "application/grpc", "grpc-status": "5" }, { endStream: true });
+  });
+  const client = new Client(`127.0.0.1:${(server.address() as { port: number }).port}`);
+  for (const timeoutMs of [undefined, 1500.5, 99_999_999, 1e8, 2 ** 31, Infinity]) {
+    await assert.rejects(client.getAgent("ada", { timeoutMs }), { code: "NOT_FOUND" });
+    await assert.rejects(client.warm("ada", {}, { timeoutMs }), { code: "NOT_FOUND" });
+    await assert.rejects(client.reply({ prompt: "a" }, { timeoutMs }), { code: "NOT_FOUND" });
+  }
+  const none = [undefined, undefined, undefined];
+  const longest = ["99999999m", "99999999m", "99999999m"];
+  assert.deepEqual(got, ["10000m", undefined, undefined, "1501m", "1501m", "1501m", ...longest, ...none, ...none, ...none]);
+  await assert.rejects(client.getAgent("ada", { timeoutMs: NaN }), { field: "timeoutMs" });
+  isSilent = true;
+  for (const timeoutMs of [0, -5]) {
+    await assert.rejects(client.getAgent("ada", { timeoutMs }), { code: "DEADLINE_EXCEEDED" });
+    await assert.rejects(client.reply({ prompt: "a" }, { timeoutMs }), { code: "DEADLINE_EXCEEDED" });
+  }
+  client.close();
+  server.close();
+});
+
 test("an archive that cannot be read is no refusal of the service, and ends no process", async () => {
   const server = createServer().listen(0, "127.0.0.1");
   await once(server, "listening");
