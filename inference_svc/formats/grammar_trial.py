@@ -6,7 +6,8 @@ import json
 import sys
 from pathlib import Path
 
-from kvasir.errors import InvalidArgument
+from kvasir.errors import InvalidArgument, Unavailable
+from kvasir.waits import HANGS_S
 
 from inference_svc.formats.constraint import Constraint
 from inference_svc.formats.grammar_trial_process import Trial
@@ -52,11 +53,14 @@ class GrammarTrial:
         check(constraint, Trial(**json.loads(answer)))
 
     async def _answer(self, constraint: Constraint) -> bytes:
+        is_new = self._process is None
         process = self._process = self._process or await _start()
         assert process.stdin is not None
         assert process.stdout is not None
         question = json.dumps({"kind": constraint.kind.value, "text": constraint.text}) + "\n"
         try:
+            if is_new:
+                await _ready(process)
             process.stdin.write(question.encode())
             answer = await asyncio.wait_for(process.stdout.readline(), self._timeout_s)
         except BaseException as error:
@@ -106,6 +110,16 @@ def _shortened(problem: str) -> str:
         return "no reply fits it: it has no end, or it refers to itself alone"
     short = problem[problem.rfind("error: ") :].splitlines()[0] if "error: " in problem else problem
     return short[:_MAX_SHOWN_CHARS].replace("\n<non-verbose/>", "")
+
+
+async def _ready(process: asyncio.subprocess.Process) -> None:
+    """Wait for the process's first line: on a busy machine the import alone takes longer than a format may. Raises
+    Unavailable."""
+    assert process.stdout is not None
+    with contextlib.suppress(TimeoutError):
+        if await asyncio.wait_for(process.stdout.readline(), HANGS_S):
+            return
+    raise Unavailable("the process that tries reply formats does not start")
 
 
 async def _ended(process: asyncio.subprocess.Process) -> None:

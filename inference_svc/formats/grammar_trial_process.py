@@ -1,6 +1,6 @@
 """Compiles reply formats in a process that can be killed, with bounded memory, and begins a few replies: some small
 formats take minutes or all memory, whatever the library's limits are. A line of JSON in (kind, text), one out (error,
-gave_up, step_s).
+gave_up, step_s). Before the first, when it is ready, an empty one.
 """
 
 import contextlib
@@ -111,6 +111,7 @@ def _bound_memory() -> None:
 def main() -> None:
     tokenizer = LLTokenizer("byte")  # bytes as tokens: a grammar's cost hardly depends on the vocabulary
     _bound_memory()
+    print(flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
         trial = asdict(try_format(asked["kind"], asked["text"], tokenizer, time.thread_time))

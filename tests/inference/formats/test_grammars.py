@@ -1,17 +1,19 @@
 """Reply formats: what a matcher allows, when it lets a reply end, and what becomes of formats made to do harm."""
 
 import asyncio
+import contextlib
 import json
 import random
 import re
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from kvasir.errors import InvalidArgument, ResourceExhausted
+from kvasir.errors import InvalidArgument, ResourceExhausted, Unavailable
 from llguidance import LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 from mlx_lm.tokenizer_utils import load as load_tokenizer
@@ -307,7 +309,7 @@ def test_a_format_made_to_take_all_memory_or_time_costs_a_process_not_the_servic
 
 def test_the_trial_refuses_what_compiling_refuses(loop: asyncio.AbstractEventLoop) -> None:
     async def ask() -> None:
-        trial = GrammarTrial(timeout_s=60)  # a busy machine's process is slow to start, and no format is too complex
+        trial = GrammarTrial(timeout_s=60)
         for kind, text in INVALID:
             with pytest.raises(InvalidArgument) as refused:
                 await trial.check(Constraint(ConstraintKind(kind), text))
@@ -336,6 +338,23 @@ def test_a_refusal_of_a_large_tool_gives_the_reason_and_not_its_schema(loop: asy
             await trial.close()
 
     loop.run_until_complete(refused())
+
+
+@pytest.mark.parametrize("start", ["slow", "dead"])
+def test_no_format_is_too_complex_because_its_process_starts_slowly(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, start: str
+) -> None:
+    script = f"import runpy, time; time.sleep(0.6); runpy.run_path({str(grammar_trial._SCRIPT)!r}, run_name='__main__')"
+    (tmp_path / "start.py").write_text(script if start == "slow" else "")
+    monkeypatch.setattr(grammar_trial, "_SCRIPT", tmp_path / "start.py")
+
+    async def ask() -> None:
+        trial = GrammarTrial(timeout_s=0.5)
+        with pytest.raises(Unavailable) if start == "dead" else contextlib.nullcontext():
+            await trial.check(regex("a+"))
+        await trial.close()
+
+    loop.run_until_complete(ask())
 
 
 class UsedUp(GrammarTrial):
