@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from kvasir.names import MAX_NAME_BYTES
+from kvasir.names import MAX_NAME_BYTES, MAX_REQUEST_ID_CHARS
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
@@ -160,6 +160,10 @@ def _parameters(operation: Operation) -> list[Json]:
         found.append({"name": "x-agent-id", "in": "header", "schema": name})
         asked = {"type": "string", "enum": ["replace", "read-only", "none", "append"]}
         found.append({"name": "x-agent-memory", "in": "header", "schema": asked})
+    if operation.streams:
+        turn = {"type": "string", "minLength": 1, "maxLength": MAX_REQUEST_ID_CHARS}
+        found.append({"name": "x-request-id", "in": "header", "schema": turn})
+        found.append({"name": "x-kvasir-volatile", "in": "header", "schema": {"type": "string"}})
     return found
 
 

@@ -12,6 +12,7 @@ from kvasir_gateway.errors import api_of, malformed
 from kvasir_gateway.openai.chat import ChatRequest
 from kvasir_gateway.openai.completions import CompletionRequest
 from kvasir_gateway.openai.responses import ResponsesRequest
+from kvasir_gateway.openapi import document
 from kvasir_gateway.reading.tolerance import Reading
 from kvasir_gateway.turn import Body
 from pydantic import BaseModel, ValidationError
@@ -109,3 +110,13 @@ def test_a_value_of_several_forms_is_refused_for_the_form_that_it_has(
     with pytest.raises(ValidationError) as found:
         schema.model_validate_json(json.dumps({"model": MODEL, "messages": HELLO, "prompt": "x", **change}))
     assert re.fullmatch(refusal, malformed(found.value).message)
+
+
+def test_the_document_names_all_headers_that_a_turn_reads() -> None:
+    paths = document("0")["paths"]
+    names = {"x-agent-id", "x-agent-memory", "x-request-id", "x-kvasir-volatile"}
+    assert {each["name"] for each in paths["/v1/messages"]["post"]["parameters"]} == names
+    assert names - {each["name"] for each in paths["/v1/agents/{agent_id}/generate"]["post"]["parameters"]} == {
+        "x-agent-id",
+        "x-agent-memory",
+    }
