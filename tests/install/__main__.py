@@ -21,7 +21,7 @@ from pathlib import Path
 from tests.install.formula import formula
 from tests.install.image import image
 from tests.install.pages import CLIENTS, ROOT, Client, python_lines
-from tests.install.place import Failed, NotRun, Place, talk
+from tests.install.place import Failed, NotRun, Place, check_sums, talk
 from tools.release.version import stated
 
 Part = Callable[[Place], None]
@@ -96,7 +96,7 @@ def release(clone: Path) -> None:
     )  # fmt: skip
     if done.returncode:
         raise Failed(done.stderr[-1500:])
-    subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=clone / "out" / "release", check=True)
+    check_sums(clone / "out" / "release")
 
 
 def own_path() -> dict[str, str]:

@@ -1,6 +1,7 @@
 """A home that nobody has used: the only one that what runs in it knows, with a release at ~/kvasir."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -10,6 +11,9 @@ from pathlib import Path
 _LONGEST_S = 1500
 # A toolchain that rustup manages lies in the caller's home; what it builds does not.
 _KEPT = ("PATH", "LANG", "SSL_CERT_FILE", "HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", "RUSTUP_HOME", "JAVA_HOME")
+
+# A Mac has the second one, as a user's machine may have either.
+_CHECKS = (["sha256sum"], ["shasum", "-a", "256"])
 
 
 class Failed(Exception):
@@ -72,3 +76,9 @@ def talk(place: Place, kvasir: str = "kvasir") -> None:
             raise Failed(f"ada does not remember: {reply!r}")
     finally:
         place.run(f"{kvasir} down")
+
+
+def check_sums(folder: Path) -> None:
+    """Raises CalledProcessError for a file that is not the one that SHA256SUMS names."""
+    check = next(words for words in _CHECKS if shutil.which(words[0]))
+    subprocess.run([*check, "--check", "--strict", "--quiet", "SHA256SUMS"], cwd=folder, check=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 import kvasir
 import pytest
 
+from tests.install.place import check_sums
 from tools.release import __main__ as release
 from tools.release import packages
 from tools.release import version as versions
@@ -139,7 +140,7 @@ def test_the_formula_and_the_sums_name_the_bytes_that_lie_there(tmp_path: Path) 
     assert "@HOMEPAGE@" not in text
     assert "\n  preserve_rpath" in text, "Homebrew fails where it cannot rename the libraries of wheels"
     (tmp_path / "SHA256SUMS").write_text(release.sums(tmp_path))
-    subprocess.run(["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd=tmp_path, check=True)
+    check_sums(tmp_path)
 
 
 def test_the_image_of_a_release_is_built_where_its_files_lie(tmp_path: Path) -> None:
