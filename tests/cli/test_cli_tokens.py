@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from kvasir import credentials
 from kvasir.cli.running.home import Home, Running
 from kvasir.cli.running.own_credentials import make_credentials
 from kvasir.cli.running.plan import plan_of
@@ -51,6 +52,17 @@ def test_a_token_is_bound_to_a_namespace_and_roles_and_lies_in_a_private_file(tm
     assert token not in made.out + made.err + tokens(tmp_path, "ls").out
     known = read_credentials(tmp_path / "credentials.toml")
     assert known.principal_of(token) == Principal("ben", "red", frozenset({"client", "admin"}))
+
+
+def test_a_homes_first_credentials_survive_a_loss_of_power(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, synced = Home(tmp_path), list[tuple[Path, bool]]()
+    home.make()
+    monkeypatch.setattr(
+        credentials, "sync_directory", lambda path: synced.append((path, home.credentials_file.exists()))
+    )
+    make_credentials(home)
+    assert (tmp_path / "tokens", False) in synced, "all tokens are there first"
+    assert synced[-1] == (tmp_path, True)
 
 
 @pytest.mark.parametrize("http", ["127.0.0.1:1", ""])

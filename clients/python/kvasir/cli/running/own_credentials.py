@@ -18,7 +18,6 @@ from kvasir.credentials import (
     read_private_text,
     read_token,
     replace_private_text,
-    write_credentials,
 )
 from kvasir.errors import FailedPrecondition
 
@@ -69,12 +68,10 @@ def make_credentials(home: Home) -> None:
 
 
 def _make_all(home: Home) -> None:
-    new = home.credentials_file.with_suffix(".new")
-    new.unlink(missing_ok=True)
-    tokens = write_credentials(new, _OWN, _new_token)
-    for principal in _OWN:
-        replace_private_text(_token_file(home, principal), tokens[principal.name] + "\n")
-    new.rename(home.credentials_file)
+    tokens = {principal: _new_token() for principal in _OWN}
+    for principal, token in tokens.items():
+        replace_private_text(_token_file(home, principal), token + "\n")
+    replace_private_text(home.credentials_file, Credentials(()).with_tokens(tokens).text)
 
 
 def _has_operator(home: Home) -> bool:
