@@ -138,6 +138,7 @@ func (c *Client) DeleteAgent(ctx context.Context, agent string, force bool) (*ca
 }
 
 // ExportAgent writes the archive of a version, and gives the digest of its bytes. After an error what was written is no archive.
+// An error of into is UNKNOWN, and wrapped.
 func (c *Client) ExportAgent(ctx context.Context, agent string, which At, into io.Writer) (Digest, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -151,7 +152,7 @@ func (c *Client) ExportAgent(ctx context.Context, agent string, which At, into i
 			break
 		}
 		if _, writeError := into.Write(response.GetData()); writeError != nil {
-			return Digest{}, writeError
+			return Digest{}, ofArchive(writeError)
 		}
 		hasher.write(response.GetData())
 	}
@@ -161,7 +162,8 @@ func (c *Client) ExportAgent(ctx context.Context, agent string, which At, into i
 	return hasher.digest(), nil
 }
 
-// ImportAgent reads an archive into a new version of an agent, which must be new unless replace is said.
+// ImportAgent reads an archive into a new version of an agent, which must be new unless replace is said. An error of archive is
+// UNKNOWN, and wrapped.
 func (c *Client) ImportAgent(ctx context.Context, agent string, archive io.Reader, replace bool) (*cachestorev1.SnapshotVersion, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -172,16 +174,14 @@ func (c *Client) ImportAgent(ctx context.Context, agent string, archive io.Reade
 	header := &cachestorev1.ImportAgentHeader{AgentId: agent, Replace: replace}
 	err = stream.Send(&cachestorev1.ImportAgentRequest{Header: header})
 	for buffer := make([]byte, pieceBytes); err == nil; {
-		count, readError := io.ReadFull(archive, buffer)
-		if count > 0 {
-			err = stream.Send(&cachestorev1.ImportAgentRequest{Data: buffer[:count]})
+		count, readError := readPiece(archive, buffer)
+		if readError != nil {
+			return nil, ofArchive(readError)
 		}
-		if errors.Is(readError, io.EOF) || errors.Is(readError, io.ErrUnexpectedEOF) {
+		if count == 0 {
 			break
 		}
-		if readError != nil {
-			return nil, readError
-		}
+		err = stream.Send(&cachestorev1.ImportAgentRequest{Data: buffer[:count]})
 	}
 	// A send that failed with io.EOF: the service has refused, and says why in its answer.
 	if err != nil && !errors.Is(err, io.EOF) {
@@ -189,6 +189,23 @@ func (c *Client) ImportAgent(ctx context.Context, agent string, archive io.Reade
 	}
 	response, err := stream.CloseAndRecv()
 	return response.GetSnapshot(), typed(err)
+}
+
+// readPiece fills a buffer as far as the archive goes. [io.ReadFull] has one error for an archive's end and for a reader that was cut,
+// such as the body of a download.
+func readPiece(archive io.Reader, buffer []byte) (int, error) {
+	count := 0
+	for count < len(buffer) {
+		read, err := archive.Read(buffer[count:])
+		count += read
+		if err == io.EOF {
+			break
+		}
+		if err != nil {
+			return count, err
+		}
+	}
+	return count, nil
 }
 
 // Pull names an agent of a peer.

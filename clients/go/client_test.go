@@ -1,20 +1,26 @@
 package kvasir
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"path/filepath"
 	"testing"
+	"testing/iotest"
 	"time"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/types/known/durationpb"
 
+	cachestorev1 "kvasir.org/client/gen/kvasir/cachestore/v1"
 	commonv1 "kvasir.org/client/gen/kvasir/common/v1"
+	inferencev1 "kvasir.org/client/gen/kvasir/inference/v1"
 )
 
 func TestAddressesThatAreRefused(t *testing.T) {
@@ -120,5 +126,97 @@ func TestTurnsThatAreRefusedHere(t *testing.T) {
 		if _, err := client.Reply(context.Background(), turn); AsError(err) == nil || AsError(err).Field != field {
 			t.Errorf("%s: %v", field, err)
 		}
+	}
+}
+
+// standIn is a store of one archive, and an engine whose agents are another's and that does not answer for its name.
+type standIn struct {
+	cachestorev1.UnimplementedAgentServiceServer
+	inferencev1.UnimplementedInferenceServiceServer
+	received int
+}
+
+func (s *standIn) ExportAgent(_ *cachestorev1.ExportAgentRequest, stream grpc.ServerStreamingServer[cachestorev1.ExportAgentResponse]) error {
+	return stream.Send(&cachestorev1.ExportAgentResponse{Data: []byte("archive")})
+}
+
+func (s *standIn) ImportAgent(stream grpc.ClientStreamingServer[cachestorev1.ImportAgentRequest, cachestorev1.ImportAgentResponse]) error {
+	for {
+		piece, err := stream.Recv()
+		if errors.Is(err, io.EOF) {
+			return stream.SendAndClose(&cachestorev1.ImportAgentResponse{Snapshot: &cachestorev1.SnapshotVersion{Version: 1}})
+		}
+		if err != nil {
+			return err
+		}
+		s.received += len(piece.GetData())
+	}
+}
+
+func (s *standIn) Generate(*inferencev1.GenerateRequest, grpc.ServerStreamingServer[inferencev1.GenerateResponse]) error {
+	metadata := map[string]string{"owner": "another"}
+	held, err := status.New(codes.Unavailable, "held").WithDetails(
+		&errdetails.ErrorInfo{Domain: "kvasir", Reason: "AGENT_HELD_ELSEWHERE", Metadata: metadata})
+	return errors.Join(err, held.Err())
+}
+
+func (s *standIn) GetCapabilities(ctx context.Context, _ *inferencev1.GetCapabilitiesRequest) (*inferencev1.GetCapabilitiesResponse, error) {
+	<-ctx.Done()
+	return nil, ctx.Err()
+}
+
+func served(t *testing.T, service *standIn, options ...Option) *Client {
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	server := grpc.NewServer()
+	cachestorev1.RegisterAgentServiceServer(server, service)
+	inferencev1.RegisterInferenceServiceServer(server, service)
+	go server.Serve(listener)
+	client, err := Dial(listener.Addr().String(), options...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		client.Close()
+		server.Stop()
+	})
+	return client
+}
+
+type fullDisk struct{}
+
+func (fullDisk) Write([]byte) (int, error) { return 0, io.ErrShortWrite }
+
+func TestAnArchiveThatCannotBeReadOrWrittenIsAnErrorOfTheClient(t *testing.T) {
+	service := &standIn{}
+	client, ctx := served(t, service), context.Background()
+	// As of a download that was cut: what came of it is no archive.
+	torn := io.MultiReader(bytes.NewReader(make([]byte, 3<<19)), iotest.ErrReader(io.ErrUnexpectedEOF))
+	_, readError := client.ImportAgent(ctx, "ada", torn, false)
+	_, writeError := client.ExportAgent(ctx, "ada", At{}, fullDisk{})
+	for cause, err := range map[error]error{io.ErrUnexpectedEOF: readError, io.ErrShortWrite: writeError} {
+		var found *Error
+		if !errors.As(err, &found) || !errors.Is(err, cause) || found.Code != codes.Unknown || found.Field != "archive" {
+			t.Errorf("%v: %#v", cause, err)
+		}
+	}
+	for _, size := range []int{0, 1, pieceBytes, 2*pieceBytes + 1} {
+		service.received = 0
+		archive := iotest.DataErrReader(iotest.HalfReader(bytes.NewReader(make([]byte, size))))
+		if version, err := client.ImportAgent(ctx, "ada", archive, false); err != nil || version.GetVersion() != 1 || service.received != size {
+			t.Errorf("%d: %v %v %d", size, version, err, service.received)
+		}
+	}
+}
+
+func TestAnEngineThatDoesNotAnswerForItsNameIsNotWaitedForAsLongAsATurn(t *testing.T) {
+	asked, silent := served(t, &standIn{}), served(t, &standIn{}, WithTimeout(100*time.Millisecond))
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	defer cancel()
+	_, err := asked.WithEngines(silent).Reply(ctx, Turn{Agent: "ada", Prompt: "Hello"})
+	if !HasReason(err, commonv1.ErrorReason_ERROR_REASON_AGENT_HELD_ELSEWHERE) || ctx.Err() != nil {
+		t.Errorf("%v", err)
 	}
 }

@@ -38,6 +38,7 @@ type Error struct {
 	Metadata   map[string]string
 
 	status *status.Status
+	cause  error
 }
 
 func (e *Error) Error() string {
@@ -49,6 +50,9 @@ func (e *Error) CodeName() string { return codeName(e.Code) }
 
 // GRPCStatus is the status as it came, for [status.FromError].
 func (e *Error) GRPCStatus() *status.Status { return e.status }
+
+// Unwrap gives the error of the caller's own reader or writer of an archive; nil for others.
+func (e *Error) Unwrap() error { return e.cause }
 
 // Is tells contexts' own errors.
 func (e *Error) Is(target error) bool {
@@ -130,6 +134,14 @@ func refused(code codes.Code, field, message string) *Error {
 	}
 	made := own(code, reason, field+": "+message)
 	made.Field = field
+	return made
+}
+
+// ofArchive is the failure of a caller's reader or writer.
+func ofArchive(cause error) *Error {
+	status := status.New(codes.Unknown, "archive: "+cause.Error())
+	made := fromStatus(status)
+	made.Field, made.cause = "archive", cause
 	return made
 }
 

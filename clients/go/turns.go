@@ -200,7 +200,7 @@ func (c *Client) eventsHere(
 	}
 }
 
-// holder is the engine that has the agent of a refused turn, if it is known here and answers.
+// holder is the engine that has the agent of a refused turn, if it is known here and answers soon.
 func (c *Client) holder(ctx context.Context, refusal *Error) *Client {
 	owner := refusal.Metadata["owner"]
 	if refusal.Reason != commonv1.ErrorReason_ERROR_REASON_AGENT_HELD_ELSEWHERE || owner == "" {
@@ -221,7 +221,7 @@ func (c *Client) holder(ctx context.Context, refusal *Error) *Client {
 
 // ownName is the name under which the engine holds agents; empty if it does not answer.
 func (c *Client) ownName(ctx context.Context) string {
-	ctx, cancel := c.withDeadline(ctx)
+	ctx, cancel := context.WithTimeout(ctx, c.timeout) // a turn's own deadline may be far
 	defer cancel()
 	answer, err := c.engine.GetCapabilities(ctx, &inferencev1.GetCapabilitiesRequest{})
 	if err != nil {
