@@ -108,17 +108,27 @@ def set_unknown_aside(core: Core, blobs: NamespaceBlobs, listing: Listing) -> li
         with blobs.naming(*some):
             if is_known(core, blobs):
                 break
-            made = set[Aside]()
+            made = list[tuple[int, Aside]]()
             for hash_, edition in ((each, edition) for each in some for edition in listing.editions.get(each, {0})):
                 with contextlib.suppress(FileNotFoundError):  # another process was first
-                    made.add(blobs.set_aside(hash_, core.now_unix_ms(), edition))
+                    made.append((edition, blobs.set_aside(hash_, core.now_unix_ms(), edition)))
             if core.blobs.is_shared and is_known(core, blobs):
-                for aside in made:
-                    blobs.restore(aside)
+                core.asides.update(_bring_back(blobs, made))
                 break
-        core.asides.update(made)
+        core.asides.update(aside for _, aside in made)
         gone += some
     return gone
+
+
+def _bring_back(blobs: NamespaceBlobs, made: Iterable[tuple[int, Aside]]) -> list[Aside]:
+    """Restore the first edition of each blob. Returns the others, which stay aside: one of them may be damaged."""
+    others = list[Aside]()
+    for _, aside in sorted(made, key=lambda each: each[0]):
+        if blobs.size_bytes(aside.hash) is None:
+            blobs.restore(aside)
+        else:
+            others.append(aside)
+    return others
 
 
 def is_known(core: Core, blobs: NamespaceBlobs) -> bool:

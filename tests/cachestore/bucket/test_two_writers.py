@@ -405,16 +405,20 @@ def test_removals_that_an_index_of_an_earlier_time_waits_for_take_no_object(
         assert len(store._core.asides) == len(turns[1].digests) + 1
 
 
+@pytest.mark.parametrize("later", [(), (1, 2)])
 @pytest.mark.parametrize("moment", ["names", "remove"])
-def test_a_start_takes_no_blob_of_a_namespace_that_another_process_begins_meanwhile(pair: Pair, moment: str) -> None:
-    """Its index is of an earlier time than an object that lies there, which an engine sends again."""
+def test_a_start_takes_no_blob_of_a_namespace_that_another_process_begins_meanwhile(
+    pair: Pair, moment: str, later: tuple[int, ...]
+) -> None:
+    """Its index is of an earlier time than objects that lie there, of which an engine sends one again."""
     turn, core, made = SyntheticAgent(seed=1).turn(70), pair.first._core, list[SnapshotVersion]()
-    name = f"{core.blobs.of(NS).place}/{core.seals.names_of(NS).digest(turn.digests[0]).hash}"
-    core.blobs.sealed.bucket.put(name, b"left")  # type: ignore[attr-defined]
+    place, hash_ = core.blobs.of(NS).place, core.seals.names_of(NS).digest(turn.digests[0]).hash
+    for name in (hash_, *(f"again/{hash_}/{edition}" for edition in later)):
+        core.blobs.sealed.bucket.put(f"{place}/{name}", b"left")  # type: ignore[attr-defined]
     pair.moments.before[moment] = lambda: made.append(publish(pair.second, "ada", turn, 0))
     started = pair.start_another()
     assert_restores(pair.first, made[0], turn)
-    assert not started.asides
+    assert len(started.asides) == (len(later) if moment == "remove" else 0)
     assert pair.first.care.check(repair=False).is_clean
 
 
