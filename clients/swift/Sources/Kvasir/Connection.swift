@@ -20,6 +20,7 @@ final class Connection: Sendable {
         let settings = URLSessionConfiguration.ephemeral
         settings.httpMaximumConnectionsPerHost = 1024  // each stream holds one; six, the default, would queue the others
         settings.timeoutIntervalForRequest = 7 * 86_400  // of silence: a turn may wait for its place. Deadlines are ours
+        settings.connectionProxyDictionary = [:]  // a proxy would read the token; Linux heeds only no_proxy
         session = URLSession(configuration: settings, delegate: answers, delegateQueue: nil)
     }
 

@@ -28,7 +28,7 @@ public struct Events: AsyncSequence, Sendable {
                 return try await nextEvent()
             } catch var error as KvasirError {
                 if isFinished { return nil }  // the connection broke behind the turn's end
-                if error.code == .unavailable { error.metadata["request_id"] = requestID }
+                error.metadata["request_id"] = requestID
                 throw error
             }
         }
