@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 from kvasir.clients import AioInferenceClient
-from kvasir.errors import Conflict, DataLoss, FailedPrecondition, Internal, ResourceExhausted, Unavailable
+from kvasir.errors import Cancelled, Conflict, DataLoss, FailedPrecondition, Internal, ResourceExhausted, Unavailable
 from kvasir_orchestrator import (
     Answer,
     EngineMemory,
     Event,
     Journal,
+    ReplyPiece,
     ReplyRequest,
     Retries,
     RunDone,
@@ -325,6 +326,26 @@ def test_a_turn_that_stays_broken_ends_the_run_which_can_go_on(
     house.engine.start()
     with Journal.resume(tmp_path / "run.jsonl", scenario) as journal:
         assert words(events_of(house, scenario, journal)) == reference
+
+
+def test_a_turn_that_another_call_cancels_ends_the_run_and_is_done_when_it_goes_on(
+    house: House, tmp_path: Path
+) -> None:
+    text = "name: laughs\nagents: {ada: {}}\nphases: [{name: all, agents: [ada], prompt: Laugh., "
+    scenario = Scenario.parse(text + "max_tokens: 2000, reply_regex: '(ha ){80}'}]")
+
+    async def cancelled(journal: Journal) -> None:
+        async with AioInferenceClient.connect(house.engine.address) as client:
+            async for event in run(scenario, EngineMemory(client), journal=journal):
+                if isinstance(event, ReplyPiece):
+                    [turn] = await client.list_turns()
+                    await client.cancel_turn(turn.request_id)
+
+    with Journal.begin(tmp_path / "run.jsonl", scenario, "1") as journal, pytest.raises(Cancelled):
+        asyncio.run(cancelled(journal))
+    with Journal.resume(tmp_path / "run.jsonl", scenario) as journal:
+        assert not journal.answers
+        assert words(events_of(house, scenario, journal)) == {0: "ha " * 80}
 
 
 def test_a_turn_waits_for_its_engine_as_often_as_it_is_given_and_no_longer_than_the_longest_wait() -> None:

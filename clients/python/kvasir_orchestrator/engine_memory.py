@@ -6,7 +6,7 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 
 from kvasir.clients import AioInferenceClient, GenerateOptions, Reply, enum_word
-from kvasir.errors import Conflict, InvalidArgument, NotFound, Unavailable
+from kvasir.errors import Cancelled, Conflict, InvalidArgument, NotFound, Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from kvasir_orchestrator.memory import Answer, ReplyRequest
@@ -116,7 +116,8 @@ async def streamed(
     append: Sequence[Message] | None = None,
     whole: Sequence[Message] | None = None,
 ) -> AsyncGenerator[str | tuple[Answer, pb.SnapshotOutcome], None]:
-    """One turn: its pieces, and at the end the answer and what became of the memory."""
+    """One turn: its pieces, and at the end the answer and what became of the memory. Raises Cancelled for a turn that
+    another call ended, too."""
     began, first_token_s, reply = clock(), 0.0, Reply()
     async with aclosing(client.generate(append_messages=append, messages=whole, options=options)) as events:
         async for event in events:
@@ -125,6 +126,8 @@ async def streamed(
                 first_token_s = first_token_s or clock() - began
                 if event.delta.text:
                     yield event.delta.text
+    if reply.finished.reason == pb.FINISH_REASON_CANCELLED:  # what there is of it is no agent's answer
+        raise Cancelled("the turn was cancelled by another call")
     yield _answer(reply, first_token_s, clock() - began), reply.finished.snapshot
 
 
