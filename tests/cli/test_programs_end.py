@@ -57,6 +57,36 @@ def test_a_program_that_measures_ends_with_a_command_that_is_killed(tmp_path: Pa
     assert (len(programs), alive) == (1, [])
 
 
+_OWN = """
+import pathlib, sys, time
+from kvasir.cli.own_services.own_processes import OwnProcesses
+from kvasir.cli.running.supervisor import Service
+folder = pathlib.Path(sys.argv[1])
+async def is_ready():
+    return (folder / "started").exists()
+argv = (sys.executable, "-m", "draws", str(folder))
+own = OwnProcesses()
+own.start([Service("draws", argv, folder / "log", is_ready, 60)])
+(folder / "ready").touch()
+time.sleep(600)
+"""
+
+
+def test_services_of_a_command_s_own_end_with_one_that_is_killed(tmp_path: Path) -> None:
+    """An engine of a self-test or a bench would keep its memory until the machine starts again."""
+    (tmp_path / "draws.py").write_text(_DRAWS)
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    argv = [sys.executable, "-c", _OWN, str(tmp_path)]
+    with subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": paths}) as command:
+        eventually((tmp_path / "ready").exists)
+        services = psutil.Process(command.pid).children()
+        command.kill()
+    _, alive = psutil.wait_procs(services, timeout=10)
+    for each in alive:
+        each.kill()
+    assert (len(services), alive) == (1, [])
+
+
 def test_a_program_ends_with_its_input() -> None:
     words = "import time; from kvasir.cli.running.program import end_with_input; end_with_input(); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", words], stdin=subprocess.PIPE) as program:

@@ -38,10 +38,10 @@ def _provider(server: Any) -> type:
 
 
 def main() -> int:
+    end_with_input()
     # Behind inference_svc: it imports MLX, and then it is too late for a BLAS.
     from mlx_lm import server as mlx_lm_server
 
-    end_with_input()
     server: Any = mlx_lm_server
     name, port, rows = sys.argv[1:]
     try:

@@ -18,6 +18,7 @@ from typing import Any
 
 from blake3 import blake3
 from kvasir.cachestore.v1 import identity_pb2
+from kvasir.cli.own_services.own_processes import held
 from kvasir.clients import AioStoreClient
 from kvasir.clients.aio.handed_upload import put_by_files
 from kvasir.clients.handed_files import HandedFiles
@@ -244,7 +245,8 @@ def _store(root: Path, *options: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="kv") as sockets, (root / "log").open("ab") as log:
         address = f"unix:{sockets}/s"
         serve = [sys.executable, "-m", "cachestore_svc", "serve", "--data-dir", str(root / "data"), "--listen", address]
-        process = subprocess.Popen([*serve, *options], stdout=subprocess.PIPE, stderr=log, text=True)
+        pipe, argv = subprocess.PIPE, held([*serve, *options])
+        process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=log, text=True)
         try:
             assert process.stdout is not None
             if not process.stdout.readline().startswith("listening on "):

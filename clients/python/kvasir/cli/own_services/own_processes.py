@@ -32,7 +32,7 @@ class OwnProcesses:
         killed = [self._processes[name] for name in names]
         for process in killed:
             process.send_signal(signal.SIGKILL)
-        return [process.wait() for process in killed]
+        return [_gone(process) for process in killed]
 
     def is_running(self, name: str) -> bool:
         return name in self._processes and self._processes[name].poll() is None
@@ -60,9 +60,15 @@ def _begun(service: Service) -> tuple[subprocess.Popen[bytes], int]:
     with service.log_file.open("ab") as log:
         log_start = log.tell()
         process = subprocess.Popen(
-            service.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, umask=0o077
+            held(service.argv), stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, umask=0o077
         )
     return process, log_start
+
+
+def held(argv: Sequence[str]) -> list[str]:
+    """`python -m MODULE …`, which ends with its input."""
+    python, *words = argv
+    return [python, "-m", "kvasir.cli.own_services.held", *words[1:]]
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
@@ -72,7 +78,14 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
             process.wait(SILENCE_S)
     finally:
         process.kill()
-        process.wait()
+        _gone(process)
+
+
+def _gone(process: "subprocess.Popen[bytes]") -> int:
+    """Its exit status, once it has ended."""
+    if process.stdin is not None:
+        process.stdin.close()
+    return process.wait()
 
 
 async def _is_ready(service: Service) -> bool:
