@@ -15,7 +15,7 @@ from kvasir.clients import AioInferenceClient, GenerateOptions, InferenceClient,
 from kvasir.clients.generate_options import OptionArguments
 from kvasir.clients.inference_client_turns import Input, turn_request
 from kvasir.clients.messages import message
-from kvasir.errors import Internal, InvalidArgument
+from kvasir.errors import Cancelled, Internal, InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1 import inference_pb2_grpc
 
@@ -158,6 +158,13 @@ def test_a_choice_that_no_service_sends_makes_no_room_for_itself(number: int) ->
 def test_a_turn_that_never_started_has_no_result() -> None:
     with pytest.raises(Internal):
         follow_turn([pb.GenerateResponse(finished=pb.Finished())])
+
+
+@pytest.mark.parametrize("began", [[], [pb.GenerateResponse(started=pb.Started(request_id="r"))]])
+def test_a_turn_that_another_call_cancelled_has_no_result(began: list[pb.GenerateResponse]) -> None:
+    ended = pb.GenerateResponse(finished=pb.Finished(reason=pb.FINISH_REASON_CANCELLED))
+    with pytest.raises(Cancelled):
+        follow_turn([*began, ended])
 
 
 @pytest.mark.parametrize("count", [0, 1, 600])

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvasir.clients import Reply, enum_word
-from kvasir.errors import Internal
+from kvasir.errors import Cancelled, Internal
 from kvasir.inference.v1 import inference_pb2 as pb
 
 
@@ -54,7 +54,8 @@ def follow_turn(
     on_text: Callable[[str], None] = lambda _text: None,
     on_reasoning: Callable[[str], None] = lambda _text: None,
 ) -> TurnResult:
-    """Follow a turn, which begins when `events` are iterated over. Raises the engine's refusals."""
+    """Follow a turn, which begins when `events` are iterated over. Raises the engine's refusals, and Cancelled for
+    a turn that another call ended: what there is of its reply is not all of it."""
     began = time.monotonic()
     first_token_s = 0.0
     has_started, reply = False, Reply()
@@ -71,6 +72,8 @@ def follow_turn(
                 on_reasoning(event.delta.reasoning_text)
             if event.delta.text:
                 on_text(event.delta.text)
+        elif event.finished.reason == pb.FINISH_REASON_CANCELLED:
+            raise Cancelled("the turn was cancelled by another call")
         elif event.HasField("finished") and has_started:
             return _result(reply, first_token_s)
     raise Internal("the engine ended the turn without a result")
