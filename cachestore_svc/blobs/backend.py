@@ -3,7 +3,7 @@ removes and renames only under `naming`. Each method raises OSError where the me
 has every implementation.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -147,6 +147,10 @@ class BlobBackend(Protocol):
 
     def remove_aside(self, aside: Aside) -> int:
         """Remove bytes that were set aside; how many."""
+
+    def drop_copies(self, listed: Callable[[str, Sequence[str]], Collection[str]]) -> None:
+        """Remove copies on the disk of objects that another process removed. `listed`: those of the names at a place
+        that the catalog has."""
 
 
 def unknown_places(backend: BlobBackend, namespaces: Callable[[], set[str]]) -> list[NamespaceBlobs]:

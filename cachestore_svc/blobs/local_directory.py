@@ -6,7 +6,7 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
@@ -55,6 +55,9 @@ class LocalDirectory:
         size_bytes = self.disk.size_bytes(path) or 0
         self.disk.remove(path)
         return size_bytes
+
+    def drop_copies(self, listed: Callable[[str, Sequence[str]], Collection[str]]) -> None:
+        """There are none."""
 
     def at(self, name: str) -> "LocalBlobs":
         """The blobs of a place, which may have none."""

@@ -1,6 +1,6 @@
 """The blobs of sealed namespaces over any backend; one that is shut can be listed and swept, not read or written."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from kvasir.errors import FailedPrecondition
@@ -53,6 +53,9 @@ class SealedBackend:
 
     def remove_aside(self, aside: Aside) -> int:
         return self.sealed.remove_aside(aside)
+
+    def drop_copies(self, listed: Callable[[str, Sequence[str]], Collection[str]]) -> None:
+        self.sealed.drop_copies(listed)
 
 
 class SealedBlobs:

@@ -1,5 +1,7 @@
 """Collection and eviction as they run: decide in one transaction, then remove files, never the other way round."""
 
+from collections.abc import Sequence
+
 import structlog
 from kvasir.errors import ResourceExhausted, Unavailable
 from kvasir.formats.digest import Digest
@@ -23,6 +25,7 @@ def collect(core: Core, namespace: str | None, dry_run: bool) -> GcReport:
         core.catalog.write(asker, lambda change: change.remove_unused_schemas(), frees_space=True)
         core.ballast.fill(core.config.free_disk_reserve_bytes)
         if namespace is None:
+            _drop_copies(core)
             reports.append(asides.collect(core))
             shorten(core)
     return GcReport(
@@ -33,11 +36,24 @@ def collect(core: Core, namespace: str | None, dry_run: bool) -> GcReport:
 
 
 def collect_own(core: Core) -> None:
-    """Parts and handed files on this store's disk, and its asides: another store may collect all but these."""
+    """Parts, handed files and copies on this store's disk, and its asides: another store may collect all but these."""
     for namespace in core.known_namespaces() | core.writers.namespaces():
         core.writers.drop_parts(namespace, core.now_unix_ms() - core.grace_ms)
         core.writers.drop_handed(namespace)
+    _drop_copies(core)
     asides.collect(core)
+
+
+def _drop_copies(core: Core) -> None:
+    """As the index has names: without its key, too, a sealed namespace keeps no copy."""
+    namespaces = {core.blobs.of(namespace).place: namespace for namespace in core.known_namespaces()}
+
+    def listed(place: str, hashes: Sequence[str]) -> set[str]:
+        if (namespace := namespaces.get(place)) is None:
+            return set()
+        return core.catalog.read(HOUSE, lambda view: view.of(namespace).listed_hashes(hashes))
+
+    core.blobs.drop_copies(listed)
 
 
 def shorten(core: Core) -> None:

@@ -6,7 +6,7 @@ Nothing is removed, and nothing that was written is acknowledged, but by the sto
 `catalogs_bucket`."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from itertools import chain
@@ -28,6 +28,7 @@ _EDITION = re.compile(r"[1-9][0-9]{0,8}")
 _LATER_NAME = re.compile(rf"{_AGAIN}/([0-9a-f]{{64}})/({_EDITION.pattern})")
 _ASIDE_NAME = re.compile(r"([0-9a-f]{64})\.aside-([0-9]{1,15})")
 _WRITES = 8  # objects of a group that are written at the same time
+_NAMES_AT_ONCE = 500  # of copies that are looked up
 
 
 def places_of(bucket: Bucket) -> set[str]:
@@ -67,6 +68,13 @@ class BucketBlobs:
         size_bytes = self.bucket.size_bytes(name) or 0
         self.bucket.remove(name)
         return size_bytes
+
+    def drop_copies(self, listed: Callable[[str, Sequence[str]], Collection[str]]) -> None:
+        for place, names in self._tier.names().items():
+            for start in range(0, len(names), _NAMES_AT_ONCE):
+                some = names[start : start + _NAMES_AT_ONCE]
+                for name in {*some}.difference(listed(place, some)):
+                    self._tier.remove(place, name)
 
     def _at(self, arriving: LocalBlobs) -> "BlobsOfNamespace":
         return BlobsOfNamespace(self.bucket, self.owner, arriving, self._tier)

@@ -49,6 +49,11 @@ class DiskTier:
         with self._lock:
             return self._held.total()
 
+    def names(self) -> dict[str, list[str]]:
+        """Of the objects that have copies, by place."""
+        with self._lock:
+            return {place: [path.name for path in sizes] for place, sizes in self._sizes.items()}
+
     def get(self, place: str, name: str, digest: Digest | None = None) -> memoryview | None:
         """An object's bytes, if a whole copy is here; where the caller knows their digest, if they have that."""
         path = self._root / place / name

@@ -99,6 +99,12 @@ def hashes_of(rows: Rows) -> set[str]:
     return {hash_ for (hash_,) in rows.all("SELECT hash FROM blobs WHERE namespace_id = :namespace")}
 
 
+def listed_hashes(rows: Rows, hashes: Sequence[str]) -> set[str]:
+    """Those of the hashes that the namespace lists, damaged ones too."""
+    listed = "SELECT hash FROM blobs WHERE namespace_id = :namespace AND hash IN (SELECT value FROM json_each(:hash))"
+    return {hash_ for (hash_,) in rows.all(listed, hash=hashes)}
+
+
 def has_hash(rows: Rows, hash_: str) -> bool:
     """Whether the namespace lists a blob of this hash, damaged or not."""
     listed = "SELECT 1 FROM blobs WHERE namespace_id = :namespace AND hash = :hash"

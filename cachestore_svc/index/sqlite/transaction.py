@@ -18,6 +18,7 @@ class CatalogView(Rows):
     find_blob = blobs.find_blob
     find_blobs = blobs.find_blobs
     has_hash = blobs.has_hash
+    listed_hashes = blobs.listed_hashes
     all_hashes = blobs.all_hashes
     hashes_of = blobs.hashes_of
     whole_blobs = blobs.whole_blobs

@@ -27,6 +27,9 @@ class MemoryBlobs:
     def all(self) -> "list[MemoryOfNamespace]":
         return [each for each in self._places.values() if each.exists()]
 
+    def drop_copies(self, listed: object) -> None:
+        """There are none."""
+
     def remove_aside(self, aside: Aside) -> int:
         return len(self._places[aside.place].asides.pop(aside))
 

@@ -195,6 +195,20 @@ def test_an_object_that_a_start_sets_aside_before_its_row_comes_is_written_again
     assert pair.first.care.check(repair=False).is_clean
 
 
+def test_a_process_keeps_no_copy_of_a_blob_that_another_one_removed(pair: Pair) -> None:
+    kept, gone = SyntheticAgent(seed=1).turn(70), SyntheticAgent(seed=2).turn(70)
+    for agent, turn in (("kept", kept), ("gone", gone)):
+        assert_restores(pair.second, publish(pair.first, agent, turn, 0), turn)
+    copies = pair.second._core.blobs.sealed._tier.names  # type: ignore[attr-defined]
+    [before] = copies().values()
+    _forget(pair.first, "gone")
+    _sweep(pair.first)
+    pair.second.care.collect_own()
+    [after] = copies().values()
+    assert len(before) - len(after) == 1 + len(gone.digests)
+    assert_restores(pair.second, pair.first.snapshots.get(NS, "kept"), kept)
+
+
 def test_a_writer_that_fails_removes_nothing_that_another_process_listed(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
