@@ -1,12 +1,14 @@
 """What a loss of power leaves is decided by the system's own calls, which differ."""
 
+import contextlib
 import ctypes
+import errno
 import os
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from kvasir.syncing import sync_disk_of
+from kvasir.syncing import sync_directory, sync_disk_of
 
 
 @pytest.mark.parametrize("refusal", [0, 45])
@@ -29,3 +31,15 @@ def test_linux_waits_in_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(os, "sync", lambda: called.append("sync"))
     sync_disk_of(tmp_path)
     assert called == ["sync"]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOENT, errno.ENOTSUP, errno.EIO])
+def test_a_share_that_cannot_sync_directories_is_no_failing_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fsync(_descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match=r"Input/output") if number == errno.EIO else contextlib.nullcontext():
+        sync_directory(tmp_path)

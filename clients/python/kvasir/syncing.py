@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 _WRITES = 9
+_OF_SHARES = {errno.EINVAL, errno.ENOTSUP, errno.ENOTTY, errno.ENOENT}  # the last one is macOS's, for SMB
 _FULL_AND_WAIT = 0x01 | 0x02  # macOS: SYNC_VOLUME_FULLSYNC, SYNC_VOLUME_WAIT
 
 
@@ -48,9 +49,19 @@ def synced_write_s(directory: Path, clock: Callable[[], float]) -> float:
 
 
 def sync_directory(path: Path) -> None:
-    """The directory's names survive a loss of power on return. Raises OSError."""
+    """As `sync_names`, of a directory by its path."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        sync(descriptor)
+        sync_names(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_names(descriptor: int) -> None:
+    """The directory's names survive a loss of power on return, except on a file system that cannot sync directories, as
+    a network share. Raises OSError."""
+    try:
+        sync(descriptor)
+    except OSError as error:
+        if error.errno not in _OF_SHARES:
+            raise

@@ -391,17 +391,23 @@ def test_one_command_at_a_time_uses_a_backup(cli: Cli, kept: Path, tmp_path: Pat
     assert list(tmp_path.iterdir()) == [kept]
 
 
-def test_a_share_that_locks_no_folder_takes_one_backup_at_a_time(
+def test_a_share_that_locks_and_syncs_no_folder_takes_one_backup_at_a_time(
     cli: Cli, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock = fcntl.flock
+    lock, sync = fcntl.flock, os.fsync
 
     def macs_lock(file: int, how: int) -> None:
         if os.path.samestat(os.fstat(file), kept.stat()):
             raise IsADirectoryError(errno.EISDIR, "Is a directory")
         lock(file, how)
 
+    def macs_sync(file: int) -> None:
+        if os.path.samestat(os.fstat(file), kept.stat()):
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+        sync(file)
+
     monkeypatch.setattr(fcntl, "flock", macs_lock)
+    monkeypatch.setattr(os, "fsync", macs_sync)
     (kept / "kvasir-backup.json").unlink()  # of a first backup that was killed
     for _ in range(2):
         assert (done := in_process("--home", cli.home, "backup", kept)).code == 0, done.err

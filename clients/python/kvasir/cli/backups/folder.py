@@ -17,7 +17,7 @@ from typing import NamedTuple, Self
 from blake3 import blake3
 
 from kvasir.errors import DataLoss, FailedPrecondition, NotFound
-from kvasir.syncing import sync, sync_disk_of
+from kvasir.syncing import sync, sync_disk_of, sync_names
 
 LIST, LOCK, _OBJECTS, _FORMAT = "kvasir-backup.json", "kvasir-backup.lock", "objects", 1
 _NEW = ".new-"  # what the name of an object that is being copied begins with
@@ -118,7 +118,7 @@ class BackupFolder:
             out.flush()
             sync(out.fileno())
         os.rename(f"{LIST}.new", LIST, src_dir_fd=self._folder, dst_dir_fd=self._folder)
-        sync(self._folder)
+        sync_names(self._folder)
         return self._remove_all_but({kept.hash for kept in files.values()})
 
     def _remove_all_but(self, needed: Collection[str]) -> int:
