@@ -22,6 +22,7 @@ from inference_svc.engine.scheduling.scheduler import Admit, Blocked, Preempt, S
 from inference_svc.engine.sequence import Sequence
 from inference_svc.engine.wedlm.mask_decoder import MaskDecoder
 from inference_svc.kv.attention.host_copy import drop_room
+from inference_svc.model.device_memory import forget_frames
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
 from inference_svc.text.token_ids import TokenIds
@@ -330,6 +331,8 @@ class EngineWorker:
         if failure is not None and not isinstance(failure, KvasirError):
             logger.error("turn.failed", exc_info=failure)
             failure = Internal("the turn failed in the engine")
+        if failure is not None:
+            forget_frames(failure)
         sequence.finish(failure)
         kv, sequence.kv, sequence.swapped = sequence.kv, None, None
         if sequence.arrival is not None:

@@ -13,6 +13,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import mlx.core as mx
 
+from inference_svc.model.device_memory import forget_frames
+
 _IDLE_POLL_S = 1.0
 
 
@@ -38,6 +40,7 @@ class Letter(Generic[WorkerT, ResultT]):
             try:
                 self.result.set_result(self.work(worker))
             except Exception as error:  # noqa: BLE001 - the sender gets it
+                forget_frames(error)
                 self.result.set_exception(error)
 
 

@@ -65,8 +65,9 @@ def give_back(*, is_first: bool) -> None:
 
 
 def forget_frames(error: BaseException) -> None:
-    """Let go of what an error's calls had, and of those that it came from: the weights of a model that failed would
-    stay beside the next one's for as long as the error is reported.
+    """Empty the frames of an error, and of those that it came from. For as long as it is reported, and until the
+    collector finds it, the weights of a model that failed would stay beside the next one's; and a pass that was
+    cancelled would keep the pool's arrays, which the next write copies then.
     """
     found: list[BaseException] = [error]
     for each in found:

@@ -5,6 +5,7 @@ off.
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import pytest
@@ -411,9 +412,11 @@ def test_a_cancel_in_the_midst_of_a_cell_ends_it_there_and_changes_no_memory(
         return compute(kv, token_ids, look, *others, **options)
 
     monkeypatch.setattr(engine._worker._runner, "_compute", cancelling)
-    with pytest.raises(Cancelled):
+    with pytest.raises(Cancelled) as cancelled:
         driver.turn((*state.token_ids, *tokens_of(400, 42)), Hot(300), key, listener=listener)
     monkeypatch.undo()
+    held = {name for frame, _ in walk_tb(cancelled.value.__traceback__) for name in frame.f_locals}
+    assert "layers" not in held, "they read the pool's arrays, which each write would copy as long as the error lives"
     assert looks == 1, "the first of three layers"
     assert driver.files(key) == before
     assert driver.reply(driver.turn((*state.token_ids, 9), Hot(300), key)) == expected
