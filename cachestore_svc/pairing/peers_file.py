@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shlex
 import stat
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -190,7 +191,8 @@ def read_peers(path: Path | None) -> PeerBook:
         return PeerBook()
     try:
         if path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise ConfigError(f"{path}: others can write it and so choose peers; run: chmod 600 {path}")
+            remedy = f"run: chmod 600 {shlex.quote(str(path))}"
+            raise ConfigError(f"{path}: others can write it and so choose peers; {remedy}")
         document = tomllib.loads(path.read_text(encoding="utf-8"))
         if set(document) - {"peer", "listen", "engine_listen", "removed"}:
             raise ConfigError(

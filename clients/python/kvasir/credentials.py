@@ -3,6 +3,7 @@
 import errno
 import hmac
 import os
+import shlex
 import stat
 import tempfile
 import tomllib
@@ -168,7 +169,7 @@ def check_own_directory(path: Path) -> None:
             f"{path.resolve()}: belongs to another user (uid {status.st_uid}); expected a directory of yours"
         )
     if status.st_mode & 0o022:
-        raise FailedPrecondition(f"{path}: others can write there; run: chmod 700 {path}")
+        raise FailedPrecondition(f"{path}: others can write there; run: chmod 700 {shlex.quote(str(path))}")
 
 
 def write_private_text(path: Path, text: str) -> None:
@@ -231,9 +232,8 @@ def read_private_text(path: Path) -> str:
             if not stat.S_ISREG(mode):
                 raise CredentialFileError(f"{path}: expected a regular file")
             if mode & 0o077:
-                raise CredentialFileError(
-                    f"{path}: mode {stat.S_IMODE(mode):04o} lets others read it; run: chmod 600 {path}"
-                )
+                remedy = f"run: chmod 600 {shlex.quote(str(path))}"
+                raise CredentialFileError(f"{path}: mode {stat.S_IMODE(mode):04o} lets others read it; {remedy}")
             data = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise CredentialFileError(f"{path}: {error.strerror or error}") from None

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import socket
+import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -80,6 +81,19 @@ def test_a_home_of_another_user_or_that_others_write_in_is_refused(
         assert (refused.code, "belongs to another user" in refused.value["error"]["message"]) == (4, True)
     home.chmod(0o777)
     assert "others can write there" in in_process("--home", home, "up", "--json").value["error"]["message"]
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o755])
+def test_the_remedy_for_a_home_that_others_enter_is_a_command_for_any_path(mode: int) -> None:
+    parent = in_memory.home()
+    home = parent / "a b"
+    home.mkdir()
+    home.chmod(mode)
+    with pytest.raises(FailedPrecondition) as refused:
+        Home(home).make()
+    subprocess.run(["sh", "-c", refused.value.message.partition("run: ")[2]], check=True)
+    assert home.stat().st_mode & 0o777 == 0o700
+    shutil.rmtree(parent)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import json
 import re
+import shlex
 import socket
 import ssl
 import sys
@@ -227,7 +228,8 @@ def _check_tls(cert: Path | None, key: Path | None) -> None:
         if not path.exists():
             raise WrongUsage.of(option, f"{path}: there is no such file")
     if key.stat().st_mode & 0o077:
-        raise FailedPrecondition(f"--tls-key: others can read {key}; run: chmod 600 {key}", reason="KEY_READABLE")
+        remedy = f"run: chmod 600 {shlex.quote(str(key))}"
+        raise FailedPrecondition(f"--tls-key: others can read {key}; {remedy}", reason="KEY_READABLE")
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key)
     except ssl.SSLError as error:

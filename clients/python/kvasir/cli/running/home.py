@@ -130,7 +130,8 @@ class Home:
                 raise FailedPrecondition.of("--home", text, reason="HOME_REFUSED") from None
             check_own_directory(directory)
             if directory.stat().st_mode & 0o077:
-                raise FailedPrecondition(f"{directory}: others can enter it; run: chmod 700 {directory}")
+                remedy = f"run: chmod 700 {shlex.quote(str(directory))}"
+                raise FailedPrecondition(f"{directory}: others can enter it; {remedy}")
         if sys.platform == "darwin":  # Spotlight would read gigabytes of memories
             (self.root / ".metadata_never_index").touch(mode=0o600)
 
