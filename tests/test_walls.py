@@ -393,8 +393,8 @@ ROOMS = {
     },
     SDK: {
         "cli": "address clients credentials errors expires_after formats names on_full options syncing volatile waits",
-        "clients": "address call_context errors formats status syncing waits",
-        "server": "address call_context credentials errors formats status waits",
+        "clients": "address call_context certificates errors formats status syncing waits",
+        "server": "address call_context certificates credentials errors formats status waits",
         "formats": "errors names",
         "options": "address credentials errors expires_after volatile",
         "on_full": "errors",

@@ -56,6 +56,7 @@ export class Connection {
   constructor(address: string, options: ConnectOptions) {
     const where = parseAddress(address);
     if (!options.tls && !isLoopback(where)) throw invalid("tls", `${address} is another machine, so TLS is needed`);
+    if (options.tls?.ca?.length === 0) throw invalid("tls", "ca: expected PEM; an empty one would trust the system's authorities");
     if (options.token !== undefined && !/^[!-~]+$/.test(options.token)) {
       const said = { field: "token", reasonName: "NO_CREDENTIAL" };
       throw new KvasirError("UNAUTHENTICATED", "token: expected printable ASCII without spaces", said);

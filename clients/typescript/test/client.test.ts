@@ -23,6 +23,7 @@ test("addresses that are refused", () => {
     assert.throws(() => new Client(address), { name: "KvasirError", code: "INVALID_ARGUMENT", field }, address);
   }
   for (const address of ["unix:/tmp/x.sock", "127.0.0.1:50051", "[::1]:50051", "localhost:50051"]) new Client(address).close();
+  for (const ca of ["", Buffer.alloc(0)]) assert.throws(() => new Client("example.org:443", { tls: { ca } }), { field: "tls" });
   assert.throws(() => new Client("localhost:50051", { token: "two words" }), { code: "UNAUTHENTICATED" });
 });
 

@@ -17,6 +17,7 @@ import grpc.aio
 
 from kvasir.address import AddressError, parse_address
 from kvasir.cachestore.v1 import cachestore_pb2, cachestore_pb2_grpc
+from kvasir.certificates import read_certificates
 from kvasir.errors import InvalidArgument, Unauthenticated
 from kvasir.formats.frame_messages import carrier_reader
 from kvasir.waits import PAUSE_S, SOON_S
@@ -119,10 +120,12 @@ def _credentials(tls: AnyTls) -> grpc.ChannelCredentials:
         return grpc.ssl_channel_credentials(tls.server_certificate, tls.key, tls.certificate)
     try:
         return grpc.ssl_channel_credentials(
-            root_certificates=tls.ca_file.read_bytes(),
+            root_certificates=read_certificates(tls.ca_file),
             private_key=tls.key_file.read_bytes() if tls.key_file else None,
-            certificate_chain=tls.cert_file.read_bytes() if tls.cert_file else None,
+            certificate_chain=read_certificates(tls.cert_file) if tls.cert_file else None,
         )
+    except ValueError as error:
+        raise InvalidArgument.of("tls", error) from None
     except OSError as error:
         raise InvalidArgument.of("tls", f"{error.filename}: {error.strerror}") from None
 

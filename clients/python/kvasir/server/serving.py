@@ -27,6 +27,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from kvasir.address import Address, AddressError, parse_address
+from kvasir.certificates import read_certificates
 from kvasir.credentials import CredentialFileError, Credentials, read_credentials, read_private_text
 from kvasir.server import health
 from kvasir.server.interceptors import MAX_RPCS_PER_PRINCIPAL, Authentication, CallerOfCertificate, Errors
@@ -363,9 +364,9 @@ def _server_tls(listening: Listening) -> grpc.ServerCredentials | None:
         return None
     try:
         key = read_private_text(listening.tls_key_file).encode()
-        certificate = listening.tls_cert_file.read_bytes()
-        client_ca = None if listening.tls_client_ca_file is None else listening.tls_client_ca_file.read_bytes()
-    except (CredentialFileError, OSError) as error:
+        certificate = read_certificates(listening.tls_cert_file)
+        client_ca = None if listening.tls_client_ca_file is None else read_certificates(listening.tls_client_ca_file)
+    except (OSError, ValueError) as error:
         raise RefusedToStart(f"TLS: {error}") from None
     return grpc.ssl_server_credentials(
         [(key, certificate)], root_certificates=client_ca, require_client_auth=client_ca is not None

@@ -15,7 +15,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from kvasir.clients import Tls
+from kvasir.clients import StoreClient, Tls
 from kvasir.errors import InvalidArgument, Unavailable
 
 from tests.cachestore.service.running import StoreHome, make_credentials, publish
@@ -132,6 +132,22 @@ def test_over_tls_only_the_pinned_server_is_believed(home: StoreHome, tmp_path: 
     for tls in (Tls(other), Tls(cert, server_name="elsewhere"), None):
         with running.client(tokens["all"], tls, timeout_s=3) as client, pytest.raises(Unavailable):
             client.get_capabilities()
+
+
+def test_a_file_without_a_certificate_is_no_authority(home: StoreHome, tmp_path: Path) -> None:
+    """gRPC would take an empty one as the authorities of the system."""
+    make_credentials(tmp_path / "c.toml")
+    cert, key = certificate(tmp_path, "server")
+    file = tmp_path / "authority.pem"
+    for text in ("", "no PEM", key.read_text()):
+        file.write_text(text)
+        for tls in (Tls(file), Tls(cert, cert_file=file, key_file=key)):
+            with pytest.raises(InvalidArgument, match="expected PEM with a certificate") as refused:
+                StoreClient.connect("localhost:1", tls=tls)
+            assert refused.value.field == "tls"
+    options = [*tls_options(cert, key), "--tls-client-ca-file", str(file)]
+    said = home.refusal("--credentials-file", str(tmp_path / "c.toml"), *options, listen="127.0.0.1:0")
+    assert f"{file}: expected PEM with a certificate" in said
 
 
 def test_with_a_client_authority_strangers_cannot_even_connect(home: StoreHome, tmp_path: Path) -> None:
