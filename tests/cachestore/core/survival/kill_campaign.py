@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,6 +85,14 @@ class Engine:
         self._chance = random.Random(seed)
 
     def live(self) -> None:
+        """A store that fails on this thread fails the child."""
+        try:
+            self._live()
+        except BaseException:  # noqa: BLE001  whatever it is, the child has failed
+            traceback.print_exc()
+            os._exit(1)
+
+    def _live(self) -> None:
         fork = f"{self._name}-fork"
         for _ in range(_TURNS_PER_LIFE):
             self._turn(self._name)
