@@ -29,7 +29,7 @@ from kvasir.server.parts import Parts
 from kvasir.server.reloading import Reloading
 from kvasir.server.serving import give_memory_back, settle_limits
 from kvasir.volatile import rules_of
-from kvasir.waits import LOOK_S
+from kvasir.waits import LOOK_S, uptime_s
 
 from kvasir_gateway.answering import Turns
 from kvasir_gateway.app import Gateway, GatewayLimits, Surroundings
@@ -103,7 +103,7 @@ async def serve(settings: GatewayTable) -> None:
         history = History(time.time)
         sources = Sources(time.time, time.perf_counter, lambda: uuid.uuid4().hex)
         operating = parts.closing(Operating(settings.home, settings.service_admin, sources.now))
-        sessions = Sessions(gate, now=time.time, new_secret=partial(secrets.token_urlsafe, 32))
+        sessions = Sessions(gate, clock=uptime_s, new_secret=partial(secrets.token_urlsafe, 32))
         key = _key(settings.state_dir)
         for address in settings.engine:
             await until_it_listens(address, settings.engine_wait_s, time.monotonic)

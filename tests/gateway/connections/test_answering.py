@@ -60,7 +60,7 @@ class BusyEngine:
 def app_of_two(engine: BusyEngine) -> Any:
     principals = {Principal(name, name, frozenset({CLIENT})): key for name, key in KEYS.items()}
     gate = Gate(Credentials(()).with_tokens(principals))
-    sessions = Sessions(gate, now=lambda: 0.0, new_secret=lambda: "secret")
+    sessions = Sessions(gate, clock=lambda: 0.0, new_secret=lambda: "secret")
     sources = Sources(lambda: 0.0, lambda: 0.0, lambda: "0")
     needs: Any = engine, sessions, History(lambda: 0.0), None, Operating(None, (), lambda: 0.0)
     return app_of(engine, gate, GatewayPage(*needs, sources))

@@ -19,7 +19,7 @@ from kvasir.errors import PermissionDenied, Unauthenticated
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir_gateway.door.bodies import Rooms
 from kvasir_gateway.door.security import Gate
-from kvasir_gateway.metrics import _ROUTE
+from kvasir_gateway.metrics import _ROUTE, CountedApp, GatewayNumbers
 from kvasir_gateway.page import routes
 from kvasir_gateway.page.conversation.listing import day_of
 from kvasir_gateway.page.look import Sources
@@ -33,6 +33,8 @@ from kvasir_gateway.page.sessions import LIFETIME_S, Codes, Opened, Sessions, Vi
 from kvasir_gateway.page.tree import Row, rows
 from kvasir_gateway.reading.titles import first_words, title_of
 from kvasir_gateway.turn import Said
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
 
 ASSETS = Path(routes.__file__).parent / "assets"
 KEY = "kvasir-test-key-of-the-page-00000000"
@@ -179,7 +181,7 @@ def test_ages_are_told_in_their_largest_unit() -> None:
 
 def sessions(gate: Gate, clock: Callable[[], float]) -> Sessions:
     numbers = iter(range(10_000))
-    return Sessions(gate, now=clock, new_secret=lambda: f"secret {next(numbers)}")
+    return Sessions(gate, clock=clock, new_secret=lambda: f"secret {next(numbers)}")
 
 
 def look(known: Sessions, opened: Opened) -> Visitor:
@@ -303,6 +305,24 @@ def test_a_code_opens_once_within_two_minutes_and_the_oldest_make_room() -> None
     assert codes.key(late) == ""
     with pytest.raises(Unauthenticated):
         codes.take(late)
+
+
+def test_a_clock_that_is_set_ends_and_keeps_no_session_and_no_code() -> None:
+    set_clock, passed, rooms = Clock(), Clock(), Rooms(4, 1 << 20)
+    engine: Any = types.SimpleNamespace(of=lambda *_: types.SimpleNamespace(client=None))
+    needs: Any = sessions(keyed(), passed), History(set_clock), None, Operating(None, (), set_clock)
+    page = GatewayPage(engine, *needs, Sources(set_clock, Clock(), lambda: "0"))
+    app = CountedApp(Starlette(routes=page.routes(rooms)), GatewayNumbers())
+    with TestClient(app, base_url="http://localhost", follow_redirects=False) as browser:
+        code = browser.post("/page/code", headers={"x-api-key": KEY}).json()["code"]
+        set_clock.now_s += 24 * 3600
+        filled = {"code": code, "form_token": needs[0].lobby_token}
+        at = browser.post("/page/login", data=filled, headers={"origin": "http://localhost"}).headers["location"]
+        set_clock.now_s += 24 * 3600
+        assert browser.get(f"{at}home").status_code == 403, "its holder does not operate it"
+        set_clock.now_s -= 100 * 3600
+        passed.now_s += LIFETIME_S
+        assert browser.get(f"{at}home").status_code == 401
 
 
 def asked(rooms: Rooms, method: str, path: str, send: Callable[[Any], Awaitable[None]]) -> None:

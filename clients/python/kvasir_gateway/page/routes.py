@@ -41,7 +41,6 @@ from kvasir_gateway.page.operating.part import Operating
 from kvasir_gateway.page.rendering import HEADERS, asset, page
 from kvasir_gateway.page.sessions import (
     LIFETIME_S,
-    Codes,
     Sessions,
     check_own_form,
     check_own_page,
@@ -69,7 +68,6 @@ class GatewayPage:
     ) -> None:
         self._engine = engine
         self._sessions = sessions
-        self._codes = Codes(sources.now, sessions.new_secret)
         self._history = history
         self._operating = operating
         self._now = sources.now
@@ -111,7 +109,7 @@ class GatewayPage:
 
     async def _login(self, request: Request, room: RequestRoom) -> Response:
         form = await _own_form(request, room, self._sessions.lobby_token)
-        key = self._codes.take(form["code"]) if "code" in form else form.get("key", "").strip()
+        key = self._sessions.codes.take(form["code"]) if "code" in form else form.get("key", "").strip()
         opened = self._sessions.begin(key)
         at, name, is_tls = place_of(opened.address), cookie_name(opened.address), request.url.scheme == "https"
         answer = goto(at)
@@ -124,13 +122,13 @@ class GatewayPage:
         """A code for whoever shows a key, which no browser does by itself; an empty one where there are no keys."""
         key = self._sessions.key_of(request.headers)
         show_key(request.scope)
-        return JSONResponse({"code": self._codes.new(key) if key is not None else ""}, headers=HEADERS)
+        return JSONResponse({"code": self._sessions.codes.new(key) if key is not None else ""}, headers=HEADERS)
 
     async def _open(self, request: Request, _room: RequestRoom) -> Answer:
         """The form that sends a code; by itself, unless the link may be of somebody else. To look at it uses nothing
         up."""
         code = request.query_params.get("code", "")
-        return self._sign_in(200, code=code, confirmed=self._sessions.to_confirm(self._codes.key(code)))
+        return self._sign_in(200, code=code, confirmed=self._sessions.to_confirm(self._sessions.codes.key(code)))
 
     def _sign_in(self, status: int, *, problem: str = "", code: str = "", confirmed: str = "") -> Response:
         """`confirmed`: the namespace that a person confirms."""

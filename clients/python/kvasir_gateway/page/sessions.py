@@ -40,11 +40,13 @@ class Opened:
 class Sessions:
     """Sessions by cookie, for as long as this gateway runs; the oldest go first."""
 
-    def __init__(self, gate: Gate, *, now: Callable[[], float], new_secret: Callable[[], str]) -> None:
-        """`now`: Unix seconds. `new_secret`: letters and digits that nobody guesses."""
+    def __init__(self, gate: Gate, *, clock: Callable[[], float], new_secret: Callable[[], str]) -> None:
+        """`clock`: seconds of any beginning, in sleep too; who sets the system's clock ends or keeps no session.
+        `new_secret`: letters and digits that nobody guesses."""
         self._gate = gate
-        self._now = now
-        self.new_secret = new_secret
+        self._clock = clock
+        self._new_secret = new_secret
+        self.codes = Codes(clock, new_secret)
         self._form_key = new_secret().encode()
         self._opened: OrderedDict[str, Opened] = OrderedDict()
 
@@ -61,7 +63,7 @@ class Sessions:
             self.end(cookie)
         while len(self._opened) >= _MOST_SESSIONS:
             self._opened.popitem(last=False)
-        opened = Opened(key, self.new_secret(), self.new_secret(), self._now() + LIFETIME_S)
+        opened = Opened(key, self._new_secret(), self._new_secret(), self._clock() + LIFETIME_S)
         self._opened[opened.cookie] = opened
         return opened
 
@@ -93,7 +95,7 @@ class Sessions:
             holder = self._gate.holder(headers)
             return Visitor(holder, self._form_token(holder.token or _NO_SESSION))
         opened = self._opened.get(cookies.get(cookie_name(address), ""))
-        if opened and self._now() >= opened.until_s:
+        if opened and self._clock() >= opened.until_s:
             self.end(opened.cookie)
             opened = None
         if opened is None or not _is_same(address, opened.address):
@@ -110,9 +112,9 @@ class Sessions:
 class Codes:
     """Codes that open the page once, so that no key stands in an address, each with its key; the oldest go first."""
 
-    def __init__(self, now: Callable[[], float], new_secret: Callable[[], str]) -> None:
-        """`now`: Unix seconds. `new_secret`: letters and digits that nobody guesses."""
-        self._now = now
+    def __init__(self, clock: Callable[[], float], new_secret: Callable[[], str]) -> None:
+        """As of sessions."""
+        self._clock = clock
         self._new_secret = new_secret
         self._made: OrderedDict[str, tuple[str, float]] = OrderedDict()
 
@@ -124,13 +126,13 @@ class Codes:
         while len(self._made) >= _MOST_CODES:
             self._made.popitem(last=False)
         code = self._new_secret()
-        self._made[code] = key, self._now() + WORK_S
+        self._made[code] = key, self._clock() + WORK_S
         return code
 
     def key(self, code: str) -> str:
         """The code's key, while the code counts; else an empty text."""
         key, until_s = self._made.get(code, ("", 0.0))
-        return key if self._now() < until_s else ""
+        return key if self._clock() < until_s else ""
 
     def take(self, code: str) -> str:
         """The code's key; the code is used up. Raises Unauthenticated."""
