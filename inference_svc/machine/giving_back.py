@@ -54,21 +54,28 @@ class GivingBack:
 
     async def look(self) -> None:
         """Give back half of the used bytes while memory is short; once after an idle time all but a few."""
+        is_short = await asyncio.to_thread(self._is_short)
+        if (begun := self._begun(is_short=is_short)) is not None:
+            await _given(*begun)
+
+    def _begun(self, *, is_short: bool) -> "tuple[Future[int], str] | None":
+        """What is given back, and why. Nothing here waits with the engine, which may be unloaded meanwhile."""
         found, now_s = self._engine(), self._clock()
         if found is None:
-            return
+            return None
         engine, is_idle, expected = found
         if not is_idle or engine.computed_tokens != self._computed:
             self._idle_since_s, self._computed = now_s, engine.computed_tokens
-        if await asyncio.to_thread(self._is_short):
-            await _give(engine, engine.memory_used_bytes // 2, (), "the machine is short of memory")
-        elif self._idle_since_s is not None and now_s - self._idle_since_s >= self._keep_hot_s:
+        if is_short:
+            return engine.memories.give_back(engine.memory_used_bytes // 2, ()), "the machine is short of memory"
+        if self._idle_since_s is not None and now_s - self._idle_since_s >= self._keep_hot_s:
             self._idle_since_s = None  # until the next turn
-            await _give(engine, IDLE_BYTES, expected, "no turn came")
+            return engine.memories.give_back(IDLE_BYTES, expected), "no turn came"
+        return None
 
 
-async def _give(engine: Giver, most_bytes: int, spared: Collection[AgentKey], why: str) -> None:
-    giving = asyncio.wrap_future(engine.memories.give_back(most_bytes, spared))
+async def _given(asked: "Future[int]", why: str) -> None:
+    giving = asyncio.wrap_future(asked)
     await asyncio.wait({giving})
     if giving.cancelled():
         return  # the engine has ended

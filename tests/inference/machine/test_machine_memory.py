@@ -6,6 +6,7 @@ import fcntl
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -260,6 +261,21 @@ def test_memory_goes_back_once_after_an_idle_time_and_by_halves_while_it_is_shor
     is_idle, is_short = False, True
     assert after(5) == after(5) == [500]
     assert engine.spared == 0
+
+
+def test_a_model_may_go_while_the_machine_is_looked_at() -> None:
+    """A look at a busy machine takes its time: the next model was loaded beside the one that had gone."""
+    engines, gone = [PlayedEngine()], list[bool]()
+    one = weakref.ref(engines[0])
+
+    def is_short() -> bool:
+        engines.clear()
+        gone.append(one() is None)
+        return True
+
+    giving = GivingBack(lambda: (engines[0], True, ()) if engines else None, 600.0, is_short, lambda: 0.0)
+    asyncio.run(giving.look())
+    assert gone == [True]
 
 
 def test_memory_that_cannot_go_back_now_may_go_back_later() -> None:
