@@ -205,8 +205,7 @@ class ModelHost(Generic[ServedT]):
         left = await self._unload(drop_unstored)
         try:
             await self._open_as(name)
-        except Exception as error:
-            _LOG.warning("model.not_loaded", model=name, error=type(error).__name__)
+        except Exception:
             if before:
                 await self._open_as(before)
             raise
@@ -252,6 +251,7 @@ class ModelHost(Generic[ServedT]):
             self.served = await self._open(name, self._models[name])
             self.loaded, self._asleep = name, ""
         except BaseException as error:
+            _LOG.warning("model.not_loaded", model=name, error=type(error).__name__)
             device_memory.forget_frames(error)
             await asyncio.to_thread(device_memory.give_back, is_first=False)
             self._unloaded()

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from kvasir.errors import FailedPrecondition
+from structlog.testing import capture_logs
 
 from inference_svc.model import device_memory
 from inference_svc.model.model_host import MemoriesLeft, ModelHost
@@ -105,6 +106,32 @@ def test_a_model_that_does_not_load_is_gone_before_the_one_before_is_loaded_agai
 
 class Weights:
     """Of a model."""
+
+
+def test_each_model_that_does_not_load_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the one before, after which the service has none."""
+    monkeypatch.setattr(device_memory, "give_back", lambda *, is_first: None)
+    is_there = True
+
+    async def open_model(name: str, _path: str) -> SlowToGo:
+        if name == "b" or not is_there:
+            raise FailedPrecondition("model: not loadable")
+        model = SlowToGo()
+        model.let_go.set()
+        return model
+
+    async def scenario() -> str:
+        nonlocal is_there
+        host = ModelHost({"a": "/a", "b": "/b"}, open_model, lambda: None)
+        await host.load("a")
+        is_there = False
+        with pytest.raises(FailedPrecondition):
+            await host.load("b")
+        return host.loaded
+
+    with capture_logs() as logs:
+        assert asyncio.run(scenario()) == ""
+    assert [each["model"] for each in logs if each["event"] == "model.not_loaded"] == ["b", "a"]
 
 
 def test_a_model_that_does_not_load_claims_no_memory() -> None:
