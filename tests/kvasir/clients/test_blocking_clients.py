@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import inspect
+import math
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 from kvasir.clients import AioInferenceClient, AioStoreClient, InferenceClient, StoreClient
-from kvasir.errors import Cancelled
+from kvasir.errors import Cancelled, FailedPrecondition
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1 import inference_pb2_grpc
 
@@ -131,6 +132,15 @@ def test_a_blocking_client_works_where_an_event_loop_runs(endless: tuple[_Endles
         return texts
 
     assert asyncio.run(cell()) == ["one", "two", "three"]
+
+
+def test_an_endless_deadline_is_none(endless: tuple[_Endless, str]) -> None:
+    with InferenceClient.connect(endless[1]) as client:
+        with closing(client.generate(prompt="x", timeout_s=math.inf)) as turn:
+            assert next(turn).delta.text == "one"
+        with pytest.raises(FailedPrecondition):  # this engine has no other calls
+            client.get_capabilities(timeout_s=math.inf)
+    assert endless[0].ended.acquire(timeout=60)
 
 
 def test_a_closed_client_refuses_calls_and_may_be_closed_again(endless: tuple[_Endless, str]) -> None:

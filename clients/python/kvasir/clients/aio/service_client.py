@@ -16,6 +16,7 @@ from kvasir.errors import Cancelled, Internal, KvasirError, Unavailable
 from kvasir.status import from_rpc_error
 
 _Response = TypeVar("_Response")
+_LONGEST_S = 1e9  # gRPC's clock ends: a later deadline, or `inf`, would be over at once
 
 
 class Making(Protocol):
@@ -79,9 +80,9 @@ class AioServiceClient:
 
     async def call_rpc(self, name: str, request: Any, timeout_s: float | None) -> Any:
         """One round trip of the RPC of that name, for whoever serves it for this service. None: no deadline."""
-        metadata = self._metadata + onward() + self._place(request)
+        metadata, deadline_s = self._metadata + onward() + self._place(request), _deadline(timeout_s)
         with self._typed():
-            return _parsed(await getattr(self._stub, name)(request, timeout=timeout_s, metadata=metadata))
+            return _parsed(await getattr(self._stub, name)(request, timeout=deadline_s, metadata=metadata))
 
     def _place(self, _request: Any) -> Metadata:
         """What tells a load balancer where a call belongs: nothing, for a service of which there is one."""
@@ -95,9 +96,9 @@ class AioServiceClient:
         self, method: Any, request: Any, timeout_s: float | None, more: Metadata = ()
     ) -> AsyncGenerator[Any, None]:
         """A stream's responses with typed errors. Leaving early cancels the call, so that the service stops too."""
-        more = more or self._place(request)
+        metadata, deadline_s = self._metadata + onward() + (more or self._place(request)), _deadline(timeout_s)
         with self._typed():
-            call = method(request, timeout=timeout_s, metadata=self._metadata + onward() + more)
+            call = method(request, timeout=deadline_s, metadata=metadata)
             try:
                 async for response in call:
                     yield _parsed(response)
@@ -143,6 +144,10 @@ class AioServiceClient:
         if done is None:
             raise Internal(f"the {what} ended without saying how")
         return done
+
+
+def _deadline(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None or timeout_s > _LONGEST_S else timeout_s
 
 
 def _is_task_cancelled() -> bool:
