@@ -30,7 +30,7 @@ from cachestore_svc.index.postgres.replicas import (
     take_lock,
 )
 from cachestore_svc.index.postgres.schema import STEPS, migrate
-from cachestore_svc.index.postgres.session import EarlierFailed, Session, is_again, is_cut, translated
+from cachestore_svc.index.postgres.session import EarlierFailed, Session, is_again, is_cut, refused_at_start, translated
 from cachestore_svc.index.sqlite.operations import Catalog, Operation
 from cachestore_svc.index.sqlite.transaction import CatalogChange
 from cachestore_svc.index.values import HOUSE
@@ -78,7 +78,7 @@ class PostgresCatalog(Catalog):
             self._open()
         except BaseException as error:  # noqa: BLE001  it belongs to the opener of the store
             self._writer.close()
-            raise translated(error) from None
+            raise refused_at_start(error) from None
         self._threads = [threading.Thread(target=self._live, name="kvasir-index", daemon=True)]
         self._threads += [
             threading.Thread(

@@ -1,10 +1,11 @@
 """A connection to PostgreSQL that takes the statements of SQLite, and is made again when it was lost."""
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import psycopg
-from kvasir.errors import InvalidArgument, KvasirError, Unavailable
+from kvasir.errors import FailedPrecondition, InvalidArgument, KvasirError, Unavailable
 from psycopg.adapt import Buffer, Loader
 
 from cachestore_svc.blobs.disk import disk_full
@@ -31,6 +32,8 @@ _SETTINGS = {
     "tcp_user_timeout": "10000",
     "target_session_attrs": "read-write",
 }
+
+_QUOTED = re.compile(r"""(["']).*?\1""")
 
 
 class EarlierFailed(psycopg.Error):
@@ -184,3 +187,15 @@ def translated(error: BaseException) -> BaseException:
         why = type(error).__name__
         return Unavailable(f"the index cannot be used: {why}", reason="INDEX_FAILED", retry_after_s=1.0)
     return error
+
+
+def refused_at_start(error: BaseException) -> BaseException:
+    """As `translated`, for the operator who named the database: with the server's words, but for the names in them."""
+    words = str(error).partition("\n")[0].rpartition("failed: ")[2]
+    text = "catalog: " + " ".join(_QUOTED.sub("…", words).split())
+    match error:
+        case psycopg.OperationalError() if not isinstance(error, psycopg.errors.DiskFull):
+            return Unavailable(text, reason="INDEX_FAILED", retry_after_s=1.0)
+        case psycopg.errors.InsufficientPrivilege():
+            return FailedPrecondition(f"{text}; it has to be of the store's own role", reason="INDEX_FAILED")
+    return translated(error)

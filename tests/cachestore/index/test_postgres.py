@@ -575,11 +575,33 @@ def test_a_wrong_address_is_refused_and_not_repeated(text: str, why: str, tmp_pa
     assert "secret" not in str(refused.value)
 
 
-def test_a_server_that_is_away_is_unavailable_and_its_address_is_not_shown(tmp_path: Path) -> None:
-    with pytest.raises(Unavailable) as refused:
-        Lab(tmp_path / "data", catalog="postgresql://somebody@127.0.0.1:1/somewhere").open()
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ("postgresql://somebody@127.0.0.1:1/somewhere", "catalog: Connection refused"),
+        ("postgresql://kvasir@somewhere.invalid/kvasir", "catalog: failed to resolve host …: "),
+        ("somewhere", "catalog: FATAL: database … does not exist"),
+    ],
+)
+def test_a_server_that_cannot_be_used_is_unavailable_for_a_reason_that_shows_no_address(
+    postgres: PostgresServer,  # noqa: F811
+    tmp_path: Path,
+    wrong: str,
+    why: str,
+) -> None:
+    url = wrong if "/" in wrong else postgres.url(wrong)
+    with pytest.raises(Unavailable, match=why) as refused:
+        Lab(tmp_path / "data", catalog=url).open()
     assert refused.value.reason == "INDEX_FAILED"
-    assert "somebody" not in refused.value.message
+    assert "some" not in refused.value.message
+
+
+def test_a_database_of_another_role_is_refused_in_words(postgres: PostgresServer, tmp_path: Path) -> None:  # noqa: F811
+    url = postgres.url(postgres.new_database())
+    with psycopg.connect(url, autocommit=True) as owner:
+        owner.execute("CREATE ROLE guest LOGIN")
+    with pytest.raises(FailedPrecondition, match="catalog: permission denied"):
+        Lab(tmp_path / "data", catalog=url.replace("kvasir@", "guest@")).open()
 
 
 @pytest.mark.long(3)
