@@ -453,6 +453,10 @@ def test_the_hours_speed_is_the_middle_and_nineteen_of_twenty_of_its_turns() -> 
         history.ended("first", pb.Finished(usage={"completion_tokens": 2 * number}, timings=times))
     assert history.speed("first") == Speed(101, 51, 96, 50)
     assert history.speed("second") is None
+    for number in range(10):
+        times = pb.Timings(first_token={"nanos": (number + 1) * 1_000_000})
+        history.ended("few", pb.Finished(timings=times))
+    assert history.speed("few") == Speed(10, 5, 10, 0), "within 9 ms were only nine of ten"
     clock.now_s += 60 * MINUTES
     assert history.speed("first") is None
 

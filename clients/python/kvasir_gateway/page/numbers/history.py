@@ -160,7 +160,7 @@ class History:
         first = sorted(each.first_token_ms for each in timed)
         rates = sorted(each.tokens_per_s for each in timed)
         middle = (len(timed) - 1) // 2
-        return Speed(len(timed), first[middle], first[(95 * (len(timed) - 1)) // 100], rates[middle])
+        return Speed(len(timed), first[middle], first[-(-95 * len(timed) // 100) - 1], rates[middle])
 
     def turns_of(self, namespace: str, agent_id: str) -> Sequence[Reused]:
         """An agent's last turns over HTTP, the newest first."""
