@@ -84,6 +84,7 @@ class World:
         self.random = random.Random(seed)
         self.events: list[str] = []
         self.counts: Counter[str] = Counter()
+        self.arrived = 0  # of the moves that nothing disturbed
         self.name = ""
         self.line = Line(SyntheticAgent(SMALL, 0))
         self.owner = ""
@@ -148,6 +149,7 @@ class World:
             for cable in mac.cables.values():
                 cable.cut_after_received = None
         self.healed()
+        self.arrived += accident == "none" and self.owner == target
 
     def _movers(self, accident: str, target: str) -> list[threading.Thread]:
         """Who is at work while stores are probed: those that order moves, and the network's parting."""
@@ -317,6 +319,9 @@ def run(root: Path, moves: int, seed: int, accidents: tuple[str, ...] = ACCIDENT
                 raise ViolationError(f"seed {seed}, move {number}: {violation}; {world.events}") from None
             if (number + 1) % _TOLD_EVERY == 0:
                 print(f"seed {seed}: {number + 1} moves", flush=True)
+        # Of stores that never move an agent each has one owner, too.
+        if 2 * world.arrived < world.counts["none"]:
+            raise ViolationError(f"seed {seed}: {world.arrived} of {world.counts['none']} undisturbed moves arrived")
         return world.counts
 
 
