@@ -154,6 +154,9 @@ def test_markdown_is_the_same_table_with_its_machine_and_targets() -> None:
     assert "H200 (cuda); Linux" in next(
         lines({**RESULTS, "machine": {**MACHINE, "device": "cuda", "device_name": "H200"}})
     )
+    assert "Medians of 5;" in shown[0]
+    cut_short = {**RESULTS, "settings": {**RESULTS["settings"], "fewest_repeats": 1}}
+    assert "Medians of 1 to 5;" in next(lines(cut_short)), "a time limit left no more"
     assert "NOT MET" in "\n".join(lines({**RESULTS, "targets": [{**RESULTS["targets"][0], "is_met": False}]}))
 
 

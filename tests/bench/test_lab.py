@@ -58,6 +58,7 @@ def test_behind_the_time_limit_one_round_counts_and_one_item_is_measured(
 ) -> None:
     late = new_lab(time_limit_s=0.5)
     assert list(late.pace.rounds("it")) == [False, True]
+    assert late.pace.fewest_repeats == 1, "of the repeats that were wanted"
     assert list(late.pace.while_there_is_time(["first", "second", "third"])) == ["first"]
     assert "no time is left for second, third" in said[-1]
     early = new_lab(time_limit_s=1000)

@@ -77,7 +77,11 @@ def _results(lab: Lab, about: Mapping[str, Any], found: Mapping[str, Case]) -> d
             "links_bytes_per_s": rounded_row(asdict(lab.links)) if "first_token" in found else None,
         },
         "model": _model(lab.engine),
-        "settings": {**settings, "elapsed_s": rounded(lab.pace.elapsed_s)},
+        "settings": {
+            **settings,
+            "fewest_repeats": lab.pace.fewest_repeats,
+            "elapsed_s": rounded(lab.pace.elapsed_s),
+        },
         "cases": {
             name: {"title": case.title, "rows": [rounded_row(row) for row in case.rows]} for name, case in found.items()
         },

@@ -177,6 +177,7 @@ class Pace:
 
     def __init__(self, clock: Callable[[], float], scope: Scope, say: Callable[[str], None]) -> None:
         self.keep: Callable[[Sequence[Row]], None] = lambda _rows: None  # gets a case's rows so far
+        self.fewest_repeats = scope.repeats  # that a time limit left of any measurement
         self._clock = clock
         self._scope = scope
         self._say = say
@@ -215,6 +216,7 @@ class Pace:
         """For each repeat, whether it counts: not the first, which warms caches; others while there is time."""
         for repeat in range(self._scope.repeats + 1):
             if repeat > 1 and self.is_late:
+                self.fewest_repeats = min(self.fewest_repeats, repeat - 1)
                 return
             self.say(f"{what}, {f'{repeat} of {self._scope.repeats}' if repeat else 'warming up'}")
             yield repeat > 0

@@ -51,6 +51,8 @@ def lines(results: Mapping[str, Any], show: Show = text_table) -> Iterator[str]:
 def _machine(results: Mapping[str, Any]) -> str:
     machine, model, settings = results["machine"], results["model"], results["settings"]
     blas = f", {machine['blas']}" if machine["blas"] else ""
+    fewest, most = settings.get("fewest_repeats", settings["repeats"]), settings["repeats"]
+    repeats = f"{fewest} to {most}" if fewest < most else most
     device = machine["device"] if machine["device"] == "cpu" else f"{machine['device_name']} ({machine['device']})"
     return (
         f"{machine['processor']}, {machine['cores']} cores, {device}{blas}; {machine['platform']}; "
@@ -58,5 +60,5 @@ def _machine(results: Mapping[str, Any]) -> str:
         f"load {machine['load_before']} before, {machine['load_after']} after. "
         f"{model['name']}: {model['layers']} layers, {model['compute_type']}, K {model['key_bits']} and "
         f"V {model['value_bits']} bits, {model['kv_bytes_per_token']} bytes a token, cells of {model['cell_tokens']}. "
-        f"Medians of {settings['repeats']}{', quick' if settings['is_quick'] else ''}; ± is half the spread."
+        f"Medians of {repeats}{', quick' if settings['is_quick'] else ''}; ± is half the spread."
     )
