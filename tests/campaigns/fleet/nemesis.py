@@ -13,6 +13,8 @@ from tools.kvasir_tiny.words import Dice
 _STORM_S, _CALM_S = 20.0, 10.0
 FAULTS_OF_A_COMMIT = 3
 _LOOK_S = 0.2
+# All parts are repaired then: a fleet in which agents come to nothing for so long does not live.
+_STUCK_S = 600.0
 
 
 class Nemesis:
@@ -57,6 +59,7 @@ class Nemesis:
             while True:
                 await in_peace(2 * target.peace_s * dice.random())
                 while self._weather.is_calm(time.monotonic()) and not is_over():
+                    self._weather.check(time.monotonic())
                     await target.keep_up()
                     await asyncio.sleep(_LOOK_S)
                 if is_over():
@@ -69,7 +72,8 @@ class Nemesis:
             try:
                 await breaks(target)
             except Exception as error:  # noqa: BLE001  whatever it is, the round is kept
-                self.problems.append(f"{target.name} could not be repaired: {error or repr(error)}")
+                unrepaired = f"{target.name} could not be repaired: {error or repr(error)}"
+                self.problems.append(str(error) if isinstance(error, StuckError) else unrepaired)
                 self._peace.is_now(True)
                 await asyncio.to_thread(self._failed)
 
@@ -78,6 +82,10 @@ class Nemesis:
         async with asyncio.TaskGroup() as breaking:
             for target in self._targets:
                 breaking.create_task(tries(target))
+
+
+class StuckError(Exception):
+    """A calm in which too little was committed."""
 
 
 class Weather:
@@ -95,3 +103,8 @@ class Weather:
             self._ends_s = now_s + (_CALM_S if self._is_calm else _STORM_S)
         self._peace.is_now(self._is_calm)
         return self._is_calm
+
+    def check(self, now_s: float) -> None:
+        """Raises StuckError for a calm that does not end."""
+        if self._is_calm and now_s - self._ends_s > _STUCK_S:
+            raise StuckError(f"{_STUCK_S:g} s of calm brought no commit for every {FAULTS_OF_A_COMMIT} faults")

@@ -201,6 +201,17 @@ def test_between_storms_of_twenty_seconds_agents_have_ten_and_the_time_to_commit
     assert [weather.is_calm(now_s) for now_s in (501.0, 520.0, 521.0)] == [False, False, True]
 
 
+def test_a_fleet_in_which_nothing_is_committed_any_more_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waited in a calm for twenty hours, and found nothing."""
+    for name, value in {"_STORM_S": 0.05, "_CALM_S": 0.05, "_STUCK_S": 0.3, "_LOOK_S": 0.01}.items():
+        monkeypatch.setattr(nemesis, name, value)
+    left = list[None]()
+    breaking = Nemesis([_Target("a"), _Target("b")], 1, lambda: 0, failed=lambda: left.append(None))
+    asyncio.run(asyncio.wait_for(breaking.run(10_000, until_s=time.monotonic() + 60), 30))
+    assert breaking.problems == ["0.3 s of calm brought no commit for every 3 faults"]
+    assert left == [None]
+
+
 def test_faults_wait_until_a_third_of_them_is_acknowledged_commits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nemesis, "_STORM_S", 0.05)
     monkeypatch.setattr(nemesis, "_CALM_S", 0.05)
