@@ -6,13 +6,22 @@ import re
 import resource
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kvasir.clients import AioInferenceClient
-from kvasir.errors import Cancelled, Conflict, DataLoss, FailedPrecondition, Internal, ResourceExhausted, Unavailable
+from kvasir.errors import (
+    Cancelled,
+    Conflict,
+    DataLoss,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    ResourceExhausted,
+    Unavailable,
+)
 from kvasir_orchestrator import (
     Answer,
     EngineMemory,
@@ -346,6 +355,15 @@ def test_a_turn_that_another_call_cancels_ends_the_run_and_is_done_when_it_goes_
     with Journal.resume(tmp_path / "run.jsonl", scenario) as journal:
         assert not journal.answers
         assert words(events_of(house, scenario, journal)) == {0: "ha " * 80}
+
+
+@pytest.mark.parametrize("max_tokens", [3, 8])
+def test_a_reply_that_is_cut_before_it_matches_ends_the_run(house: House, max_tokens: int) -> None:
+    text = f"name: cut-{max_tokens}\nagents: {{ada: {{}}}}\nphases: [{{name: all, agents: [ada], prompt: Choose., "
+    scenario = Scenario.parse(text + f"max_tokens: {max_tokens}, reply_regex: I (cooperate|defect) today}}]")
+    with pytest.raises(InvalidArgument) if max_tokens < 8 else nullcontext() as cut:
+        assert words(events_of(house, scenario))[0] in ("I cooperate today", "I defect today")
+    assert cut is None or cut.value.field == "max_tokens"
 
 
 def test_a_turn_waits_for_its_engine_as_often_as_it_is_given_and_no_longer_than_the_longest_wait() -> None:

@@ -1,5 +1,6 @@
 """The engine's memory: each turn appends what its agent has not seen to what it remembers."""
 
+import re
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
@@ -117,7 +118,7 @@ async def streamed(
     whole: Sequence[Message] | None = None,
 ) -> AsyncGenerator[str | tuple[Answer, pb.SnapshotOutcome], None]:
     """One turn: its pieces, and at the end the answer and what became of the memory. Raises Cancelled for a turn that
-    another call ended, too."""
+    another call ended, and InvalidArgument for a reply that is cut before it has its form."""
     began, first_token_s, reply = clock(), 0.0, Reply()
     async with aclosing(client.generate(append_messages=append, messages=whole, options=options)) as events:
         async for event in events:
@@ -126,8 +127,12 @@ async def streamed(
                 first_token_s = first_token_s or clock() - began
                 if event.delta.text:
                     yield event.delta.text
-    if reply.finished.reason == pb.FINISH_REASON_CANCELLED:  # what there is of it is no agent's answer
+    # What there is of these is no agent's answer.
+    if reply.finished.reason == pb.FINISH_REASON_CANCELLED:
         raise Cancelled("the turn was cancelled by another call")
+    is_cut = reply.finished.reason == pb.FINISH_REASON_LENGTH
+    if is_cut and options.regex is not None and re.fullmatch(options.regex, reply.text) is None:
+        raise InvalidArgument.of("max_tokens", "the reply ended before it matched its reply_regex: expected more")
     yield _answer(reply, first_token_s, clock() - began), reply.finished.snapshot
 
 
