@@ -235,7 +235,7 @@ class DecodeBatch:
     ) -> mx.array:
         """A step as a function of arrays. MLX calls it once for each number of rows and width of tables."""
         if self._pool.dialect is Dialect.CUDA and offsets.nbytes <= _HOST_BYTES:
-            offsets = mx.concatenate([offsets] * _HOST_BYTES)[: offsets.shape[0]]
+            offsets = mx.broadcast_to(offsets, (_HOST_BYTES, *offsets.shape)).reshape(-1)[: offsets.shape[0]]
         for layer in self._fused.values():
             layer.begin(PassArrays(offsets, offsets, block_tables, pages, order))
         return self._logits(tokens)
