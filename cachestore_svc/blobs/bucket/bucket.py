@@ -31,6 +31,14 @@ _PART_BYTES = 16 << 20
 _READ_AT_ONCE_BYTES = 64 << 10
 _PARTS_AT_ONCE = 3  # of an object: on a link of 1 MB/s each of them comes within HANGS_S
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
+_NO_BUCKET = "NoSuchBucket"
+# Where no answer came: what obstore's error names, whose other words have the signed request.
+_KIND = re.compile(r"(?:kind|inner): (Connect|Timeout|BareRedirect)\b")
+_KINDS = {
+    "Connect": "nothing: there is no connection to its server",
+    "Timeout": "nothing in time",
+    "BareRedirect": "that it is in another region than the one given",
+}
 _FILE_KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token", "region", "endpoint_url")
 _REQUEST_S, _CONNECT_S, _RETRIES = timedelta(seconds=HANGS_S), timedelta(seconds=ANSWER_S), 4
 _LARGE_REQUEST_S = timedelta(minutes=15)  # an object of many parts that is created, or read, in one request
@@ -168,14 +176,15 @@ class Bucket:
     def _in_words(self, name: str) -> Iterator[None]:
         try:
             yield
-        except self._errors.NotFoundError as error:
+        except (FileNotFoundError, self._errors.NotFoundError) as error:
+            if f"<Code>{_NO_BUCKET}<" in str(error):  # as where a server's disk is not mounted: no object is lost
+                raise lying(_NO_BUCKET, name) from None
             raise FileNotFoundError(name) from error
         except (self._errors.AlreadyExistsError, self._errors.PreconditionError) as error:
             raise FileExistsError(name) from error
         except self._errors.BaseError as error:
-            code = _CODE.search(str(error))
-            what = code[1] if code else type(error).__name__
-            raise OSError(errno.EHOSTUNREACH, f"the bucket answered {what}", name) from None
+            known = _CODE.search(text := str(error)) or _KIND.search(text)
+            raise lying(_KINDS.get(known[1], known[1]) if known else type(error).__name__, name) from None
 
 
 def _pieces(data: memoryview, at_once: int, taken: Callable[[], None]) -> Iterator[memoryview]:

@@ -17,6 +17,7 @@ import certifi
 import pytest
 from kvasir.credentials import CLIENT, ENGINE, Principal
 from kvasir.errors import KvasirError
+from obstore.store import S3Store
 
 from cachestore_svc.blobs.bucket import bucket as bucket_module
 from cachestore_svc.blobs.bucket import patience, uplink
@@ -108,6 +109,32 @@ def test_a_server_that_closes_before_it_read_a_large_object_has_refused_it_if_on
     for name, data in (("a/c", large), ("a/b", b"small")):
         with pytest.raises(OSError, match="the bucket answered"):
             patient.put_new(name, data)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "why"),
+    [
+        (404, "NoSuchBucket", "NoSuchBucket"),
+        (403, "InvalidAccessKeyId", "InvalidAccessKeyId"),
+        (301, "PermanentRedirect", "that it is in another region than the one given"),
+    ],
+)
+def test_a_bucket_that_cannot_be_used_names_the_reason_and_is_none_that_lacks_an_object(
+    server: LyingServer, patient: Bucket, status: int, code: str, why: str
+) -> None:
+    server.lie = lambda _: whole(status, f"<Error><Code>{code}</Code></Error>".encode())
+    for ask in (lambda: patient.put_new("a/b", b"new"), lambda: patient.get("a/b", 10), lambda: patient.names("a")):
+        with pytest.raises(OSError, match=f"the bucket answered {why}") as refused:
+            ask()
+        assert not isinstance(refused.value, FileNotFoundError)
+
+
+@pytest.mark.usefixtures("server")
+def test_a_server_that_is_not_there_is_named_as_such() -> None:
+    known = {"access_key_id": "k", "secret_access_key": "s", "region": "r", "endpoint": "http://127.0.0.1:1"}
+    store = S3Store("bucket", **known, client_options={"allow_http": True}, retry_config={"max_retries": 0})  # type: ignore[arg-type, call-overload]
+    with pytest.raises(OSError, match="the bucket answered nothing: there is no connection to its server"):
+        Bucket(store, WHERE).get("a/b", 10)
 
 
 def test_a_size_that_only_the_look_claims_cuts_no_object(server: LyingServer, patient: Bucket) -> None:
