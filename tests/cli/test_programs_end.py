@@ -1,6 +1,7 @@
-"""Programs that a command starts end with it, those of a measurement also where it is killed and can end nothing."""
+"""Programs that a command starts are its own; they end with it, those of a measurement also where it is killed."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,7 +12,9 @@ import psutil
 import pytest
 from kvasir_bench.wire import _SINK
 
-from tests.cli.running import eventually
+from tests.cli.running import eventually, in_process
+
+ROOT, PRODUCTION = Path(__file__).parents[2], ("clients", "cachestore_svc", "inference_svc")
 
 ENDS_S = 60.0
 _COMMAND = """
@@ -25,6 +28,14 @@ import os, pathlib, sys, time
 pathlib.Path(sys.argv[1], "started").write_text("")
 time.sleep(600)
 """
+
+
+def test_no_file_of_the_current_directory_stands_for_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "statistics.py").write_text("raise SystemExit('not the one of Python')")
+    monkeypatch.chdir(tmp_path)
+    assert in_process("--home", tmp_path / "home", "peers", "ls", "--json").value["peers"] == []
+    sources = [path for folder in PRODUCTION for path in (ROOT / folder).rglob("*.py")]
+    assert [path for path in sources if re.search(r'sys\.executable,\s+"-m"', path.read_text())] == []
 
 
 def test_a_program_that_draws_for_itself_ends_with_the_command_that_started_it(tmp_path: Path) -> None:

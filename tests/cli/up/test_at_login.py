@@ -60,7 +60,7 @@ def test_launchd_starts_it_now_and_at_each_login_with_the_flags_that_were_given(
     assert ended.code == 0, ended.err
     [file] = (tmp_path / "Library" / "LaunchAgents").iterdir()
     job: dict[str, Any] = plistlib.loads(file.read_bytes())
-    own = [sys.executable, "-m", "kvasir", "--home", str(tmp_path / "h"), "up", "--as-login-job"]
+    own = [sys.executable, "-Pm", "kvasir", "--home", str(tmp_path / "h"), "up", "--as-login-job"]
     assert job["ProgramArguments"] == [*own, "--no-http", "--memory-gib", "1"]
     assert job["EnvironmentVariables"]["PATH"].startswith(str(tmp_path))
     assert (job["RunAtLoad"], job["KeepAlive"]) == (True, {"SuccessfulExit": False})

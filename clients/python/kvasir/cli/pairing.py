@@ -19,7 +19,7 @@ from kvasir.address import accepts
 from kvasir.cli.caller import Caller, command
 from kvasir.cli.rows import counted, to_the_second
 from kvasir.cli.running.checks import check_installed
-from kvasir.cli.running.program import option_words
+from kvasir.cli.running.program import MODULE, option_words
 from kvasir.cli.showing.arguments import argument, option
 from kvasir.cli.showing.tables import table
 from kvasir.cli.showing.terminal import visible
@@ -251,7 +251,7 @@ def _program(caller: Caller, *words: str, names: Sequence[str] = ()) -> Iterator
     Raises its refusal."""
     check_installed("store")
     store = caller.store
-    argv = [sys.executable, "-m", "cachestore_svc", *words, "--peers-file", str(caller.home.peers_file)]
+    argv = [sys.executable, MODULE, "cachestore_svc", *words, "--peers-file", str(caller.home.peers_file)]
     argv += ["--audit-file", str(caller.home.audit_file("store"))]
     argv += ["--store", store.address, *option_words("--store-token-file", store.token_file)]
     argv += [*option_words("--store-ca-file", store.ca_file), *(["--", *names] if names else [])]

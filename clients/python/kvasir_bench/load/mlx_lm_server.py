@@ -38,7 +38,7 @@ async def serving(model: str, rows: int, logs: Path) -> AsyncGenerator[HttpTarge
     """The server, until the block's end. Raises Unavailable with its last line."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    argv = [sys.executable, "-m", "kvasir_bench.engine.mlx_lm_server", model, str(port), str(rows)]
+    argv = [sys.executable, "-Pm", "kvasir_bench.engine.mlx_lm_server", model, str(port), str(rows)]
     with _process(argv, logs) as process:
         async with connected(f"http://127.0.0.1:{port}", "default_model", "") as target:
             try:

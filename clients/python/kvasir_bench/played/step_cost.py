@@ -125,7 +125,7 @@ def _measure(address: str, argv: Sequence[str], rows: Sequence[int], meter: Step
             time.sleep(LOOK_S)
         for count in rows:
             meter.begin(count)
-            reader = [sys.executable, "-m", "kvasir_bench.played.step_cost", *argv, "--read", address, str(count)]
+            reader = [sys.executable, "-Pm", "kvasir_bench.played.step_cost", *argv, "--read", address, str(count)]
             messages = int(subprocess.run(reader, check=True, capture_output=True, timeout=WORK_S).stdout)
             print(json.dumps({"rows": count, **meter.found, "messages": messages}), flush=True)
     finally:

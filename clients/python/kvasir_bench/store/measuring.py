@@ -244,8 +244,8 @@ def _store(root: Path, *options: str) -> Iterator[str]:
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(prefix="kv") as sockets, (root / "log").open("ab") as log:
         address = f"unix:{sockets}/s"
-        serve = [sys.executable, "-m", "cachestore_svc", "serve", "--data-dir", str(root / "data"), "--listen", address]
-        pipe, argv = subprocess.PIPE, held([*serve, *options])
+        serve = [sys.executable, "-Pm", "cachestore_svc", "serve", "--data-dir", str(root / "data")]
+        pipe, argv = subprocess.PIPE, held([*serve, "--listen", address, *options])
         process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=log, text=True)
         try:
             assert process.stdout is not None
@@ -260,7 +260,7 @@ def _store(root: Path, *options: str) -> Iterator[str]:
 def _sealed(root: Path) -> tuple[str, ...]:
     options = ("--seal-key-file", str(root / "seal.key"))
     new = ["keys", "new", "default", "--data-dir", str(root / "data"), *options]
-    subprocess.run([sys.executable, "-m", "cachestore_svc", *new], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-Pm", "cachestore_svc", *new], check=True, stdout=subprocess.DEVNULL)
     return options
 
 

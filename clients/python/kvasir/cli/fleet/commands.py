@@ -19,6 +19,7 @@ from kvasir.cli.rows import fields_of, size
 from kvasir.cli.running.checks import check_installed
 from kvasir.cli.running.health import STORE_SERVICE, health
 from kvasir.cli.running.home import Endpoint
+from kvasir.cli.running.program import MODULE
 from kvasir.cli.showing.arguments import argument, option
 from kvasir.cli.showing.tables import table
 from kvasir.clients import InferenceClient
@@ -63,7 +64,7 @@ def gateway(
     home.make()
     for folder in (home.gateway_state, home.audit_file("http").parent):
         folder.mkdir(mode=0o700, exist_ok=True)
-    os.execv(sys.executable, [sys.executable, "-m", "kvasir_gateway", *words])  # noqa: S606  it becomes it
+    os.execv(sys.executable, [sys.executable, MODULE, "kvasir_gateway", *words])  # noqa: S606  it becomes it
 
 
 @command(app, "config")

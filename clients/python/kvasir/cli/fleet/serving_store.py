@@ -16,6 +16,7 @@ from kvasir.cli.running.holding import led, locked
 from kvasir.cli.running.logs import rotate_own_log
 from kvasir.cli.running.own_credentials import make_credentials
 from kvasir.cli.running.plan import plan_of
+from kvasir.cli.running.program import MODULE
 from kvasir.cli.running.starting import detached, run_group
 from kvasir.cli.settings.asked import Asked
 from kvasir.cli.settings.showing import write_settings
@@ -101,7 +102,7 @@ def _left_out(caller: Caller, flags: dict[str, Given]) -> list[str]:
 
 
 def _become(words: Sequence[str]) -> NoReturn:
-    os.execv(sys.executable, [sys.executable, "-m", "cachestore_svc", "serve", *words])  # noqa: S606  it becomes it
+    os.execv(sys.executable, [sys.executable, MODULE, "cachestore_svc", "serve", *words])  # noqa: S606  it becomes it
 
 
 class _Parser(argparse.ArgumentParser):

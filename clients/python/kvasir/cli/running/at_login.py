@@ -14,6 +14,7 @@ from pathlib import Path
 
 from kvasir.cli.running.holding import GRACE_S
 from kvasir.cli.running.home import DEFAULT_HOME, Home
+from kvasir.cli.running.program import MODULE
 from kvasir.credentials import replace_private_text
 from kvasir.errors import FailedPrecondition
 from kvasir.options.finding import variables
@@ -44,7 +45,7 @@ class Job:
 
 def job_of(home: Home, words: Sequence[str]) -> Job:
     """The job of a home, whose `kvasir up` has these further words. Paths in them are of the present directory."""
-    argv = [sys.executable, "-m", "kvasir", "--home", str(home.root), "up", "--as-login-job", *words]
+    argv = [sys.executable, MODULE, "kvasir", "--home", str(home.root), "up", "--as-login-job", *words]
     is_usual = home.root == DEFAULT_HOME.expanduser()
     other = "" if is_usual else "-" + hashlib.blake2b(os.fsencode(home.root), digest_size=4).hexdigest()
     return _launchd(f"{_LABEL}{other}", argv, home) if sys.platform == "darwin" else _systemd(f"kvasir{other}", argv)

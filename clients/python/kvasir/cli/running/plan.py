@@ -12,6 +12,7 @@ from kvasir.cli.fleet.elsewhere import endpoint_of, engine_tokens, shares_creden
 from kvasir.cli.running.health import ENGINE_SERVICE, STORE_SERVICE, Health, http_health, is_ready
 from kvasir.cli.running.home import Endpoint, has_files
 from kvasir.cli.running.own_credentials import OPERATORS, SERVICE_ADMINS
+from kvasir.cli.running.program import MODULE
 from kvasir.cli.running.supervisor import Service
 from kvasir.cli.settings.asked import Asked
 from kvasir.options.engine import EngineTable
@@ -47,7 +48,7 @@ class ServiceProcess:
 
     def argv(self) -> tuple[str, ...]:
         program = (*(self.program or (_PROGRAMS[self.name],)), *(() if self.name == "http" else ("serve",)))
-        return (sys.executable, "-m", *program, *command_line(_TABLES[self.name], self.options), *self.words)
+        return (sys.executable, MODULE, *program, *command_line(_TABLES[self.name], self.options), *self.words)
 
     def service(self) -> Service:
         within_s = READY_WITHIN_S + (HANGS_S if self.name == "http" else 0.0)  # the gateway waits for the engine

@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 
 from kvasir.errors import FailedPrecondition
 
+MODULE = "-Pm"
+"""Python's option for the module to run; -P: none of the current directory, where a file may have a module's name."""
+
 
 def option_words(name: str, value: object) -> list[str]:
     """An option of a command line, if it has a value."""
@@ -52,7 +55,7 @@ def done(
     `holds_input`: its input ends with this process, also by a kill."""
     last = ""
     with tempfile.TemporaryFile("w+") as out:
-        argv = [sys.executable, "-m", module, *words]
+        argv = [sys.executable, MODULE, module, *words]
         stderr = None if shows_stderr else subprocess.PIPE
         stdin = subprocess.PIPE if holds_input else None
         with ended_with_us(subprocess.Popen(argv, stdin=stdin, stdout=out, stderr=stderr, text=True)) as process:

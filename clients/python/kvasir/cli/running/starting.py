@@ -18,6 +18,7 @@ from kvasir.cli.failures import relayed
 from kvasir.cli.running.home import Endpoint, Home, Running
 from kvasir.cli.running.logs import rotate_log
 from kvasir.cli.running.plan import Plan, ServiceProcess
+from kvasir.cli.running.program import MODULE
 from kvasir.cli.running.supervisor import Supervisor
 
 ENGINE_KILLED = "except those that the engine had not stored: it did not stop, and was killed"
@@ -136,7 +137,7 @@ def detached(caller: Caller) -> None:
     with log.open("ab") as err:
         log.chmod(0o600)
         child = subprocess.Popen(
-            [sys.executable, "-m", "kvasir", "--json", *arguments],
+            [sys.executable, MODULE, "kvasir", "--json", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=err,

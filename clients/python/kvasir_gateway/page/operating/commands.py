@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.cli.running.home import Home
+from kvasir.cli.running.program import MODULE
 from kvasir.errors import (
     DataLoss,
     DeadlineExceeded,
@@ -107,7 +108,7 @@ class HomeCommands:
             raise InvalidArgument("a form: expected text without a NUL")
         pipe = asyncio.subprocess.PIPE
         # It ends with its input, and so with this gateway, however that ends.
-        argv = (sys.executable, "-m", "kvasir", "--home", str(self.home), "--json", "--until-eof", *words)
+        argv = (sys.executable, MODULE, "kvasir", "--home", str(self.home), "--json", "--until-eof", *words)
         return await asyncio.create_subprocess_exec(*argv, stdin=pipe, stdout=pipe, stderr=pipe)
 
 
