@@ -8,6 +8,7 @@ import io.grpc.Status;
 import io.grpc.StatusRuntimeException;
 import io.grpc.netty.shaded.io.grpc.netty.GrpcSslContexts;
 import io.grpc.netty.shaded.io.grpc.netty.NettyChannelBuilder;
+import io.grpc.netty.shaded.io.netty.channel.ChannelOption;
 import io.grpc.netty.shaded.io.netty.channel.EventLoopGroup;
 import io.grpc.netty.shaded.io.netty.channel.nio.NioEventLoopGroup;
 import io.grpc.netty.shaded.io.netty.channel.socket.nio.NioDomainSocketChannel;
@@ -132,7 +133,7 @@ public final class Client implements AutoCloseable {
   }
 
   private Events events(GenerateRequest request) {
-    Deadline ends = everyCall == null ? null : Deadline.after(everyCall.toNanos(), TimeUnit.NANOSECONDS);
+    Deadline ends = everyCall == null ? null : Deadline.after(TimeUnit.NANOSECONDS.convert(everyCall), TimeUnit.NANOSECONDS);
     return new Events(
         request,
         () -> engine().withDeadline(ends).generate(request),
@@ -301,7 +302,7 @@ public final class Client implements AutoCloseable {
   }
 
   private static <S extends AbstractStub<S>> S until(S stub, Duration time) {
-    return stub.withDeadlineAfter(time.toNanos(), TimeUnit.NANOSECONDS);
+    return stub.withDeadlineAfter(TimeUnit.NANOSECONDS.convert(time), TimeUnit.NANOSECONDS); // toNanos fails behind 292 years
   }
 
   private <T> T call(Supplier<T> ask) {
@@ -363,6 +364,7 @@ public final class Client implements AutoCloseable {
               ? NettyChannelBuilder.forAddress(parsed.socketAddress())
                   .eventLoopGroup(group)
                   .channelType(NioDomainSocketChannel.class, java.net.UnixDomainSocketAddress.class)
+                  .withOption(ChannelOption.SO_KEEPALIVE, null) // of TCP: each connection would log a warning
                   .overrideAuthority("localhost")
               : NettyChannelBuilder.forAddress(parsed.host(), parsed.port());
       building.proxyDetector(target -> null).defaultServiceConfig(READS);

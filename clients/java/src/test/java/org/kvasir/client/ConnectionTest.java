@@ -14,8 +14,14 @@ import java.io.UncheckedIOException;
 import java.net.InetAddress;
 import java.net.InetSocketAddress;
 import java.net.ServerSocket;
+import java.time.Duration;
+import java.util.List;
 import java.util.concurrent.CompletableFuture;
+import java.util.concurrent.CopyOnWriteArrayList;
 import java.util.concurrent.TimeUnit;
+import java.util.logging.Handler;
+import java.util.logging.LogRecord;
+import java.util.logging.Logger;
 import org.junit.Test;
 import org.kvasir.cachestore.v1.AgentServiceGrpc;
 import org.kvasir.cachestore.v1.ImportAgentHeader;
@@ -49,6 +55,39 @@ public class ConnectionTest {
       assertEquals(Status.Code.CANCELLED, service.ended.get(10, TimeUnit.SECONDS).getCode());
     } finally {
       server.shutdownNow();
+    }
+  }
+
+  @Test(timeout = 30_000)
+  public void aSocketIsConnectedWithoutWarnings() {
+    List<String> logged = new CopyOnWriteArrayList<>();
+    Handler noting = new Handler() {
+      @Override
+      public void publish(LogRecord each) {
+        logged.add(each.getMessage());
+      }
+
+      @Override
+      public void flush() {}
+
+      @Override
+      public void close() {}
+    };
+    Logger.getLogger("").addHandler(noting);
+    try (Client client = Client.connect("unix:/nowhere/at/all.sock")) {
+      assertThrows(KvasirException.class, client::listTurns);
+    } finally {
+      Logger.getLogger("").removeHandler(noting);
+    }
+    assertEquals(List.of(), logged);
+  }
+
+  @Test(timeout = 30_000)
+  public void theLongestDurationIsADeadlineToo() {
+    try (Client client = Client.connect("unix:/nowhere/at/all.sock").within(Duration.ofSeconds(Long.MAX_VALUE))) {
+      for (Runnable call : List.<Runnable>of(() -> client.listTurns(), () -> client.reply(Turns.prompt("Hello")))) {
+        assertEquals(Status.Code.UNAVAILABLE, assertThrows(KvasirException.class, call::run).code());
+      }
     }
   }
 
