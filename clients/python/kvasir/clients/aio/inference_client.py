@@ -23,7 +23,8 @@ from kvasir.inference.v1.handover_pb2 import HandOverTurnRequest, HandOverTurnRe
 
 
 class AioInferenceClient(AioAgentClient):
-    """An inference service and the agents of its store, over one channel. Close it with `async with` or close()."""
+    """An inference service and the agents of its store, over one channel. It belongs to the event loop that runs
+    when it is made. Close it with `async with` or close()."""
 
     def __init__(
         self,
