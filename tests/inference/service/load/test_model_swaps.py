@@ -117,6 +117,7 @@ def test_what_is_not_loaded_is_refused_with_what_to_do_and_no_path_is_taken_from
         assert client.reply(prompt="hello", sampling=GREEDY).started.model == "first"
 
 
+@pytest.mark.parametrize("house", ["60"], indirect=True)
 def test_a_reader_that_takes_its_time_keeps_no_model_in_memory(house: House) -> None:
     """On a Mac with room for one model the next one would not fit beside it."""
     small_window = [("grpc.http2.lookahead_bytes", 16 << 10), ("grpc.http2.bdp_probe", 0)]
