@@ -67,8 +67,8 @@ def _begun(service: Service) -> tuple[subprocess.Popen[bytes], int]:
 
 def held(argv: Sequence[str]) -> list[str]:
     """`python -m MODULE …`, which ends with its input."""
-    python, *words = argv
-    return [python, "-m", "kvasir.cli.own_services.held", *words[1:]]
+    python, option, *words = argv
+    return [python, option, "kvasir.cli.own_services.held", *words]
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
