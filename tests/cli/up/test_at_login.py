@@ -52,6 +52,20 @@ def at_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., t
     return of
 
 
+@pytest.mark.parametrize("version", ["0.2.0", "0.1.0"])
+def test_a_job_outlives_the_upgrade_of_homebrew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    for each in ("0.1.0", "0.2.0"):
+        (tmp_path / "Cellar" / "kvasir" / each / "libexec" / "bin").mkdir(parents=True)
+        (tmp_path / "Cellar" / "kvasir" / each / "libexec" / "bin" / "python").touch()
+    (tmp_path / "opt").mkdir()
+    (tmp_path / "opt" / "kvasir").symlink_to("../Cellar/kvasir/0.2.0")
+    program = f"{tmp_path}/Cellar/kvasir/{version}/libexec/bin/python"
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(sys, "executable", program)
+    lasting = f"{tmp_path}/opt/kvasir/libexec/bin/python" if version == "0.2.0" else program
+    assert f'ExecStart="{lasting}" "-Pm"' in job_of(Home(tmp_path), ()).content.decode()
+
+
 def test_launchd_starts_it_now_and_at_each_login_with_the_flags_that_were_given(
     at_login: Callable[..., tuple[Ended, list[str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,10 +45,18 @@ class Job:
 
 def job_of(home: Home, words: Sequence[str]) -> Job:
     """The job of a home, whose `kvasir up` has these further words. Paths in them are of the present directory."""
-    argv = [sys.executable, MODULE, "kvasir", "--home", str(home.root), "up", "--as-login-job", *words]
+    argv = [_lasting(sys.executable), MODULE, "kvasir", "--home", str(home.root), "up", "--as-login-job", *words]
     is_usual = home.root == DEFAULT_HOME.expanduser()
     other = "" if is_usual else "-" + hashlib.blake2b(os.fsencode(home.root), digest_size=4).hexdigest()
     return _launchd(f"{_LABEL}{other}", argv, home) if sys.platform == "darwin" else _systemd(f"kvasir{other}", argv)
+
+
+def _lasting(program: str) -> str:
+    """The program by a path that stays: Homebrew's own one has a version, which the next upgrade removes."""
+    prefix, is_homebrews, below = program.partition("/Cellar/")
+    name, *parts = below.split("/")
+    lasting = Path(prefix, "opt", name, *parts[1:])
+    return str(lasting) if is_homebrews and lasting.exists() and lasting.samefile(program) else program
 
 
 def start_at_login(job: Job) -> None:
