@@ -79,6 +79,14 @@ def test_a_damaged_journal_is_said_and_fresh_begins_beside_it(tmp_path: Path) ->
     assert damaged.read_text() == "no journal\n"
 
 
+def test_fresh_deletes_no_agents_that_another_process_runs_with(tmp_path: Path) -> None:
+    folder, scenario = tmp_path / "scenarios", Scenario.shipped("gossip")
+    with Journal.begin(folder / "gossip.1.jsonl", scenario, "one"):
+        ended = in_process("--home", tmp_path, "--json", "scenario", "run", "gossip", "--fresh")
+    assert (ended.code, ended.value["error"]["reason"]) == (4, "JOURNAL_IN_USE")
+    assert [each.name for each in folder.iterdir()] == ["gossip.1.jsonl"]
+
+
 def test_a_report_is_written_of_the_newest_run(tmp_path: Path) -> None:
     home, page = tmp_path / "home", tmp_path / "page.html"
     assert in_process("--home", home, "scenario", "report", "gossip", "--out", page).code == 5

@@ -100,6 +100,12 @@ class Journal:
         """A journal's content. Raises DataLoss if it is none, and OSError."""
         return cls._parsed(path)[0]
 
+    @classmethod
+    def check_unused(cls, path: Path) -> None:
+        """Raises FailedPrecondition while a process runs from this journal."""
+        with cls(path, "", "", 0, forgets=False) as locked:
+            locked._lock(os.open(path, os.O_RDONLY))
+
     def check(self, scenario: Scenario) -> None:
         """Raises DataLoss unless its turns are the scenario's, each with all those that come first."""
         turns = scenario.plan.turns

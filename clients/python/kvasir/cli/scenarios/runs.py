@@ -67,11 +67,14 @@ def tokens_of(scenario: Scenario, given: Sequence[str]) -> dict[str, str]:
 
 
 def journal_of(caller: Caller, scenario: Scenario, path: Path | None, *, fresh: bool) -> Journal:
-    """The journal of a run that was stopped, or a new one; with `fresh`, one that forgets all agents first."""
+    """The journal of a run that was stopped, or a new one; with `fresh`, one that forgets all agents first. Raises
+    FailedPrecondition while another process needs those."""
+    for before in _journals(caller, scenario) if fresh else ():
+        Journal.check_unused(before)
     if path is None:
-        before = _journals(caller, scenario)
-        is_open = not fresh and bool(before) and not Journal.read(before[-1]).is_finished
-        path = before[-1] if is_open else _next(caller, scenario)
+        earlier = _journals(caller, scenario)
+        is_open = not fresh and bool(earlier) and not Journal.read(earlier[-1]).is_finished
+        path = earlier[-1] if is_open else _next(caller, scenario)
     if path.exists() and not fresh:
         return Journal.resume(path, scenario)
     return Journal.begin(path, scenario, uuid.uuid4().hex, forgets=fresh)
