@@ -17,11 +17,12 @@ from typing import Any
 import grpc
 import grpc.aio
 from kvasir.clients import AioInferenceClient, AioStoreClient
-from kvasir.errors import KvasirError
+from kvasir.errors import InvalidArgument, KvasirError, NotFound, PermissionDenied, Unauthenticated
 
 from tests.campaigns.fairness.half_messages import HalfSender
 
 _REFUSED_PAUSE_S = 0.02
+_OWN_FAULTS = (InvalidArgument, NotFound, PermissionDenied, Unauthenticated)
 _STARTS_WITHIN_S = 1.0
 # A connection has at most 320 streams.
 _CALLS_PER_CHANNEL = 100
@@ -56,9 +57,12 @@ class Attacker:
     def channel(self, address: str) -> grpc.aio.Channel:
         return self._keep(grpc.aio.insecure_channel(address, _OPTIONS))
 
-    def flood(self, count: int, call: Callable[[int], Awaitable[object]]) -> None:
-        """So many callers at once; each calls again and again, with its own number, refused or not."""
-        self._running += [asyncio.create_task(self._again(call, index)) for index in range(count)]
+    def flood(self, count: int, call: Callable[[int], Awaitable[object]], refused: str = "") -> None:
+        """So many callers at once; each calls again and again, with its own number, though there be no room for it.
+        `refused`: why its calls are refused once they have cost something. For another fault of its own it ends: it
+        would attack nothing.
+        """
+        self._running += [asyncio.create_task(self._again(call, index, refused)) for index in range(count)]
 
     def hold(self, address: str, method: str, count: int, *, is_known: bool, messages: Iterable[bytes] = ()) -> None:
         """So many calls that send these messages and then nothing, and read nothing; begun again when they end."""
@@ -68,11 +72,14 @@ class Attacker:
                 channel = self.channel(address)
             self._running.append(asyncio.create_task(self._held(channel, method, is_known, sent)))
 
-    async def _again(self, call: Callable[[int], Awaitable[object]], index: int) -> None:
+    async def _again(self, call: Callable[[int], Awaitable[object]], index: int, refused: str) -> None:
         while True:
             try:
                 await call(index)
-            except KvasirError:
+            except KvasirError as error:
+                is_own_fault = isinstance(error, _OWN_FAULTS) or error.reason == "CONTEXT_EXCEEDED"
+                if is_own_fault and error.reason != refused:
+                    raise
                 await asyncio.sleep(_REFUSED_PAUSE_S)
 
     async def _held(self, channel: grpc.aio.Channel, method: str, is_known: bool, messages: tuple[bytes, ...]) -> None:

@@ -70,7 +70,7 @@ async def background(me: Attacker) -> None:
     def turn(index: int) -> Any:
         return engines[index % 4].reply(
             prompt=f"{index} {prompt}",
-            sampling={"max_tokens": 3000, "logit_bias": _NO_END},
+            sampling={"max_tokens": 2900, "logit_bias": _NO_END},  # all of the context
             priority=pb.PRIORITY_BACKGROUND,
             timeout_s=15.0,
         )
@@ -101,7 +101,7 @@ async def format_trials(me: Attacker) -> None:
         regex = f"a{{{90_000_000 + next(numbers)}}}"
         return engines[index % 4].reply(prompt="Hi", regex=regex, sampling={"max_tokens": 1})
 
-    me.flood(32, turn)
+    me.flood(32, turn, refused="FORMAT_TOO_COMPLEX")
 
 
 async def masks_of_8(me: Attacker) -> None:
@@ -120,14 +120,14 @@ async def nested_json(me: Attacker) -> None:
     arguments = '{"a":[' + ",".join([nested] * (8 * (1 << 20) // 1001 - 100)) + "]}"
     called = Message(role=ROLE_ASSISTANT, tool_calls=[ToolCall(id="1", name="f", arguments_json=arguments)])
     messages = [called, Message(role=ROLE_USER, parts=[Part(text="And?")])]
-    _flood_turns(me, 12, messages=messages, sampling={"max_tokens": 1})
+    _flood_turns(me, 12, "INVALID_FIELD", messages=messages, sampling={"max_tokens": 1})
 
 
 async def counting(me: Attacker) -> None:
     """Prompts of 2 MiB whose tokens are to be counted: the threads that tokenize."""
     engines = [me.engine() for _ in range(8)]
     prompt = _SENTENCE * ((2 << 20) // len(_SENTENCE))
-    me.flood(32, lambda index: engines[index % 8].count_tokens(prompt=prompt))
+    me.flood(32, lambda index: engines[index % 8].count_tokens(prompt=prompt), "CONTEXT_EXCEEDED")
 
 
 async def unread(me: Attacker) -> None:
@@ -153,9 +153,10 @@ def _masks(me: Attacker, count: int) -> None:
     source = random.Random(1)
     constant = "".join(source.choices("abcdefghijklmnopqrstuvwxyz ", k=60_000))
     schema = json.dumps({"const": constant})
-    _flood_turns(me, count, prompt="Say it.", json_schema=schema, sampling=_LONG)
+    # On a busy machine its trial takes too long.
+    _flood_turns(me, count, "FORMAT_TOO_COMPLEX", prompt="Say it.", json_schema=schema, sampling=_LONG)
 
 
-def _flood_turns(me: Attacker, count: int, **turn: Any) -> None:
+def _flood_turns(me: Attacker, count: int, refused: str = "", **turn: Any) -> None:
     engines = [me.engine() for _ in range(8)]
-    me.flood(count, lambda index: consume(engines[index % 8].generate(**turn)))
+    me.flood(count, lambda index: consume(engines[index % 8].generate(**turn)), refused)

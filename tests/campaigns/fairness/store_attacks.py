@@ -106,7 +106,7 @@ async def bogus_sizes(me: Attacker) -> None:
     """Reads of digests that say they have 2^62 bytes, and are nowhere."""
     stores = [me.store() for _ in range(16)]
     digest = Digest("ab" * 32, 1 << 62)
-    me.flood(250, lambda index: consume(stores[index % 16].read_frames([digest])))
+    me.flood(250, lambda index: consume(stores[index % 16].read_frames([digest])), "BLOB_NOT_FOUND")
 
 
 async def exports(me: Attacker) -> None:

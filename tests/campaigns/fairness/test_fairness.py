@@ -5,8 +5,9 @@ import math
 from pathlib import Path
 
 import pytest
-from kvasir.errors import ResourceExhausted
+from kvasir.errors import InvalidArgument, ResourceExhausted
 
+from tests.campaigns.fairness.attacker import Attacker
 from tests.campaigns.fairness.campaign import FLOORS_S, Verdict, try_row
 from tests.campaigns.fairness.rows import ROWS
 from tests.campaigns.fairness.worker import GIVES_UP_S, Worked
@@ -32,6 +33,23 @@ def test_a_row_measures_all_that_b_does_alone_and_beside_the_attack(name: str, t
     assert set(verdict.alone.seconds) == set(verdict.attacked.seconds) == WORK
     assert verdict.alone.failures == {}
     assert min(verdict.memory.most.values()) > 0
+
+
+@pytest.mark.parametrize(("refused", "ends"), [("", True), ("INVALID_FIELD", False)])
+def test_an_attack_whose_calls_are_wrong_ends_instead_of_attacking_nothing(refused: str, ends: bool) -> None:
+    """A row holds beside any attack that the services refuse at once."""
+
+    async def call(_: int) -> None:
+        await asyncio.sleep(0)
+        raise InvalidArgument("no such field", reason="INVALID_FIELD")
+
+    async def scene() -> None:
+        me = Attacker("unix:a", "unix:b", "http://c", ["token"])
+        me.flood(2, call, refused)
+        await asyncio.wait_for(me.go_on(), 0.2)
+
+    with pytest.raises(InvalidArgument if ends else TimeoutError):
+        asyncio.run(scene())
 
 
 def test_rows_have_names_of_their_own_and_say_what_they_do() -> None:
