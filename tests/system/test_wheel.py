@@ -46,6 +46,7 @@ def test_the_wheel_has_every_file_of_the_packages(wheel: Path) -> None:
     names = set(tracked())
     assert "inference_svc/model/kvasir_tiny/weights/model.safetensors" in names
     assert names - carried == set()
+    assert "kvasir/py.typed" in carried, "without it mypy takes every call of an installed SDK for Any"
 
 
 @pytest.mark.long(4)
