@@ -77,7 +77,9 @@ class DiskTier:
         """Keep a copy, and give up those that were not used for longest. A disk that is full keeps none. `digest`: of
         the bytes, where the caller has computed it."""
         size = len(data) + _HASH_BYTES
-        if size > self._most_bytes:
+        with self._lock:
+            has_room = size <= self._room_bytes()
+        if not has_room:
             self.remove(place, name)
             return
         path = self._root / place / name

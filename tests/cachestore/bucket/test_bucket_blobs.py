@@ -433,6 +433,15 @@ def test_copies_leave_room_for_blobs_that_arrive_on_a_disk_smaller_than_they_may
         assert store.blobs.read(NS, digests[-1]) == blobs[-1]  # of its copy
 
 
+def test_a_copy_for_which_a_disk_has_no_room_is_not_even_written(tmp_path: Path) -> None:
+    """It would take the bytes that must stay free, for as long as it is written, with each blob that is read."""
+    tier = DiskTier(tmp_path / "t", 1 << 20, SmallDisk(tmp_path, 4000), 3000)
+    tier.put("p", "a", bytes(600))
+    assert not (tmp_path / "t" / "p").exists()
+    tier.put("p", "b", bytes(400))
+    assert tier.get("p", "b") is not None
+
+
 def test_a_copy_that_does_not_verify_is_no_copy_and_a_crash_leaves_none(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path / "t", 1 << 20)
     tier.put("p", "a", b"a" * 100)
