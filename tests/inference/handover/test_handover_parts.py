@@ -18,6 +18,7 @@ from inference_svc.edge import handover_messages as wire
 from inference_svc.edge import handover_service
 from inference_svc.engine.api import AgentKey, CarriedTurn, HeldTurn, SamplingParams, Timings, TurnPlan
 from inference_svc.engine.files.held_turns import check_carried
+from inference_svc.handover import giving
 from inference_svc.handover.giving import TurnGiver
 from inference_svc.handover.passing import Opening, Stand, Surroundings
 from inference_svc.handover.resume_tokens import LIVES_S, ResumeTokens, WaitingReply
@@ -27,7 +28,7 @@ from inference_svc.text.token_ids import TokenIds
 from inference_svc.text.token_text import TokenText
 from inference_svc.turns import taken_turns
 from inference_svc.turns.phases import BegunPrompt, BegunTurn, Prompted, Recalled
-from inference_svc.turns.progress import TurnTiming
+from inference_svc.turns.progress import TurnPhase, TurnTiming
 from inference_svc.turns.taken_turns import TakenTurns
 from inference_svc.turns.turn_data import Continuation
 from inference_svc.turns.turn_service import Choices
@@ -159,6 +160,35 @@ def test_what_a_turn_waited_before_its_engine_had_it_goes_along() -> None:
     carried = CarriedTurn(TokenIds((5, 6, 7)), 2, 1, 0, (1, 2), (), {0: 0}, spent)
     stand = giver.stand(turn, HeldTurn(carried, ()))
     assert stand.carried.spent == Timings(1.25, 0.625, 2.0, 4.0, 7.0)
+
+
+def test_a_drain_hands_over_also_a_turn_that_has_an_ended_ones_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(giving, "LOOK_S", 0.0)
+    given = list[str]()
+
+    class Turn:
+        can_move, phase = True, TurnPhase.RUNNING
+
+    async def give(_giver: TurnGiver, _turns: Any, peer: str) -> None:
+        given.append(peer)
+
+    async def drain() -> None:
+        looks = count()
+
+        def under_way() -> list[list[Turn]]:
+            if next(looks) == 9:
+                draining.cancel()
+            return [[Turn()]]
+
+        turns: Any = SimpleNamespace(under_way=under_way)
+        giver = TurnGiver(cast("Any", None), {}, {}.get, cast("Any", None), "0.1", Clock(), str)
+        draining = asyncio.create_task(giver.give_all(turns, "b"))
+        with contextlib.suppress(asyncio.CancelledError):
+            await draining
+
+    monkeypatch.setattr(TurnGiver, "give", give)
+    asyncio.run(drain())
+    assert len(given) >= 9
 
 
 @pytest.mark.parametrize(
