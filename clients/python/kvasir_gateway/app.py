@@ -262,6 +262,8 @@ class Gateway:
 
     async def _get_model(self, call: Call) -> Response:
         name = call.request.path_params["name"]
+        if not name:  # some clients end a list's path with a slash
+            return await self._list_models(call)
         found = await call.caller.client.get_model(self._around.aliases.model(name))
         return JSONResponse(models.one(name, found, for_anthropic="anthropic-version" in call.request.headers))
 

@@ -31,6 +31,8 @@ def test_an_alias_answers_for_its_model_and_is_listed(strict: Front) -> None:
     assert [model.id for model in strict.openai().models.list()] == [MODEL, ENCODER, *NAMES[1:]]
     shown = {model.id: model.display_name for model in strict.anthropic().models.list()}
     assert shown == {**dict.fromkeys(NAMES, MODEL), ENCODER: ENCODER}
+    lists = [httpx.get(f"{strict.gateway.url}/v1/models{end}", headers=strict.bearer()).json() for end in ("", "/")]
+    assert lists[0] == lists[1]
 
 
 def test_one_conversation_under_two_names_has_one_memory(strict: Front) -> None:
