@@ -83,7 +83,9 @@ def erase(
     yes: Annotated[bool, option("Do not ask.", "--yes")] = False,
     data_dir: DataDirOption = None,
 ) -> None:
-    """Destroy a namespace's key: nobody can read its content again, with any master key. Cannot be undone."""
+    """Destroy a namespace's key: nobody can read its content again, with any master key. Cannot be undone.
+
+    Each replica of a store has its own record of the key: erase it in the data of all of them (--data-dir)."""
     if not yes and not typer.confirm(f"Destroy the key of {namespace}, and with it all that it holds?", err=True):
         raise typer.Exit(1)
     _run(caller, "erase", data_dir, namespace)
@@ -114,8 +116,8 @@ def _show(out: Console, found: list[dict[str, Any]], action: str) -> None:
         )
     if action == "erase":
         out.print(
-            "The files and rows remain, sealed for ever; sizes, times and counts can be seen. Copies of the data, and "
-            "an SSD's spare blocks, may hold the wrapped key: the master key alone opens those."
+            "The files and rows remain, sealed for ever; sizes, times and counts can be seen. Copies of the data, as "
+            "each replica has one, and an SSD's spare blocks, may hold the wrapped key: only the master key opens it."
         )
 
 
