@@ -255,8 +255,8 @@ class Draws:
             mx.async_eval(logits)  # type: ignore[no-untyped-call]  # the model computes while constraints say what may come
         self._samplers = samplers
         likeliest = mx.argmax(logits, axis=-1).astype(mx.uint32)
-        # If the maximum is NaN or infinite, the row's arg max and draws mean nothing, now and in later steps. This is two
-        # kernels; `isfinite` is six, of which CUDA's wait for the host's memory.
+        # If the maximum is NaN or infinite, the row's arg max and draws mean nothing, now and in later steps. This is
+        # two kernels; `isfinite` is six, of which CUDA's wait for the host's memory.
         self._is_sound = mx.abs(logits.max(axis=-1)) < mx.inf
         self._planned: list[_PlannedDraw | KvasirError | None] = [None] * logits.shape[0]
         groups = self._groups()
