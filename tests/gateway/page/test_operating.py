@@ -204,6 +204,26 @@ def test_a_code_stays_on_the_page_when_another_mac_is_refused() -> None:
     assert "kvasir pair ABCD-EFGH --at studio:1" in shown
 
 
+def test_a_pairing_is_shown_whatever_strangers_in_the_network_had_refused() -> None:
+    job = Job("another Mac", 0)
+    job.read_out('{"event": "waiting", "code": "ABCD-EFGH", "line": "l", "address": "studio:1", "seconds": 600}\n')
+    for _ in range(20):
+        job.read_out(f'{{"event": "refused", "from": "{"x" * 100}", "message": "malformed"}}\n' * 1000)
+    assert job.told["code"] == "ABCD-EFGH"
+    job.read_out('{"event": "paired", "name": "mini"}\n')
+    job.end(0, "", 1)
+    assert job.value == {"event": "paired", "name": "mini"}
+
+
+def test_a_long_result_of_several_lines_is_whole() -> None:
+    job, result = Job("this home", 0), {"files": 3, "damaged": ["x" * 90] * 30_000}
+    text = json.dumps(result, indent=2)
+    for start in range(0, len(text), 1 << 16):
+        job.read_out(text[start : start + (1 << 16)])
+    job.end(1, "", 1)
+    assert job.value == result
+
+
 def _frame(visitor: Visitor) -> dict[str, Any]:
     return {"visitor": visitor, "at": "/page/a/", "namespace": "default", "now": 0.0, "done": ""} | {
         "is_operator": True,

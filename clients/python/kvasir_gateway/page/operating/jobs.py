@@ -25,6 +25,7 @@ class Job:
         self.done_bytes = self.total_bytes = 0
         self.value: Any = None  # its result
         self.problem = ""  # why it has none
+        self._told: dict[str, Any] = {}  # of a stream's lines that are not kept
         self._out = ""
 
     @property
@@ -34,14 +35,16 @@ class Job:
     @property
     def told(self) -> dict[str, Any]:
         """What it has printed: of the objects of a stream, the newest value of each name."""
-        told: dict[str, Any] = {}
-        for line in Ended(0, self._out, "").lines:
-            told |= line
-        return told
+        return self._told | _newest(self._out)
 
     def read_out(self, piece: str) -> None:
-        if len(self._out) < _MOST_OUT_BYTES:
-            self._out += piece
+        """A result is kept whole. Of a stream its last line is: anybody in the network can make it refuse for hours."""
+        self._out += piece
+        if len(self._out) > _MOST_OUT_BYTES:
+            whole, _, rest = self._out.rpartition("\n")
+            before, _, last = whole.rpartition("\n")
+            if older := _newest(before):
+                self._told, self._out = self._told | older, f"{last}\n{rest}"
 
     def read_progress(self, line: str) -> bool:
         """Whether more is done than before."""
@@ -57,6 +60,11 @@ class Job:
             self.value = Ended(code, self._out, last_line).value
         except KvasirError as error:
             self.problem = error.message
+
+
+def _newest(out: str) -> dict[str, Any]:
+    """Of the objects on the lines of an output, the newest value of each name."""
+    return {name: value for line in Ended(0, out, "").lines for name, value in line.items()}
 
 
 class Jobs:
