@@ -4,6 +4,7 @@ import datetime
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -314,15 +315,22 @@ def test_a_suite_whose_time_is_over_counts_the_tests_that_it_has_run(
     assert value["failed_tests"] == ["test_it.py::test_first"]
 
 
-def test_a_step_that_is_ended_ends_its_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A suite has no limit of its own: it would go on for hours behind a proof that was killed."""
+@pytest.mark.parametrize("by", ["a signal", "a terminal"])
+def test_a_step_that_is_ended_ends_its_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    """A suite has no limit of its own: it would go on for hours behind a proof that was killed. A terminal interrupts the
+    tests, too: their fixtures, and so their services, end all the same."""
     (tmp_path / "pyproject.toml").write_text("")
     (tmp_path / "test_it.py").write_text(
-        "import pathlib, time\ndef test_it():\n    pathlib.Path('began').touch()\n    time.sleep(30)\n"
+        "import pathlib, pytest, time\n@pytest.fixture\ndef service():\n    yield\n    pathlib.Path('ending').touch()\n"
+        "    time.sleep(0.3)\n    pathlib.Path('ended').touch()\n"
+        "def test_it(service):\n    pathlib.Path('began').touch()\n    time.sleep(30)\n"
     )
 
-    def ended(*_: Any, **__: Any) -> Any:
+    def ended(running: "subprocess.Popen[str]", **_: Any) -> Any:
         until((tmp_path / "began").exists)
+        if by == "a terminal":
+            running.send_signal(signal.SIGINT)
+            until((tmp_path / "ending").exists)
         raise SystemExit(1)
 
     monkeypatch.setattr(subprocess.Popen, "communicate", ended)
@@ -330,6 +338,7 @@ def test_a_step_that_is_ended_ends_its_tests(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(SystemExit):
         exactness._counted(tmp_path, ["test_it.py"], lambda _: None)
     assert time.monotonic() - began < 20
+    assert (tmp_path / "ended").exists()
 
 
 def test_a_reply_that_a_loss_changes_breaks_a_claim(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,9 +23,13 @@ _WORDS = (3, 30, 45, 90, 120, 140, 200, 260)  # of each agent's text: cells and 
 _REPLY_TOKENS, _LATER_TURNS = 40, 3
 # On a slow machine no suite may take the time of the others. Pytest's exit code after an interrupt.
 _SUITE_LIMIT, _INTERRUPTED = 90.0, 2
-# A program in the background ignores interrupts, and so would pytest.
+# A program in the background ignores interrupts, and so would pytest. One is enough: a terminal's comes beside that of
+# the step, and a second one would cut the ends of fixtures short, whose services would be left.
 _PYTEST = """import signal, sys, pytest
-signal.signal(signal.SIGINT, signal.default_int_handler)
+def once(*found):
+    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.default_int_handler(*found)
+signal.signal(signal.SIGINT, once)
 sys.exit(pytest.main(sys.argv[1:]))"""
 _COUNTED = re.compile(r"(\d+) (passed|failed|errors?|skipped|deselected)")
 
