@@ -72,13 +72,14 @@ class SizeFindings:
     lost: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
     sources: Counter[str] = field(default_factory=Counter)  # of the turns after the kill
+    computed_again: list[str] = field(default_factory=list)  # agents whose memory did not come from the store then
     faults: list[str] = field(default_factory=list)
     longest_lag_s: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def problems(self) -> list[str]:
-        return [*self.errors, *self.not_made_good, *self.lost, *self.different]
+        return [*self.errors, *self.not_made_good, *self.lost, *self.different, *self.computed_again]
 
     def summary(self) -> str:
         times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
@@ -132,7 +133,10 @@ async def _ask_again(house: PlayedHouse, agents: Sequence[PlayedAgent], findings
         for agent in agents:
             started = await _turn(client, agent, findings, append_messages=[{"role": "user", "content": _QUESTION}])
             if started is not None:
-                findings.sources[pb.CacheSource.Name(started.source).removeprefix("CACHE_SOURCE_")] += 1
+                source = pb.CacheSource.Name(started.source).removeprefix("CACHE_SOURCE_")
+                findings.sources[source] += 1
+                if source != "WARM":
+                    findings.computed_again.append(f"{agent.name}: after the kill it came {source}")
 
 
 async def _turn(

@@ -1,10 +1,15 @@
 """A memory is stored whatever its size and whatever befalls the store, and goes on as if it had never left."""
 
+import asyncio
+import contextlib
 from pathlib import Path
+from typing import Any
 
 import pytest
+from kvasir.inference.v1 import inference_pb2 as pb
 
-from tests.campaigns.sizes.rounds import Round, play
+from tests.campaigns.sizes import rounds
+from tests.campaigns.sizes.rounds import PlayedAgent, Round, SizeFindings, play
 
 FAULTS = Round(
     "4 of 8,192, slow, stalled and killed",
@@ -33,6 +38,19 @@ SMALL = Round("2 of 1,024, killed", agents=2, tokens=1024, memory_gib=0.25, kill
 def test_a_store_that_is_killed_in_the_middle_loses_no_memory(tmp_path: Path) -> None:
     findings = play(SMALL, tmp_path)
     assert findings.problems == [], findings.summary()
+
+
+def test_a_memory_that_is_computed_again_after_the_kill_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its replies are the same, and it was in the store."""
+
+    async def turn(_client: Any, agent: PlayedAgent, *_: Any, **__: Any) -> pb.Started:
+        return pb.Started(source=pb.CACHE_SOURCE_WARM if agent.name == "ada" else pb.CACHE_SOURCE_COLD)
+
+    monkeypatch.setattr(rounds, "_turn", turn)
+    monkeypatch.setattr(rounds, "_client", lambda _: contextlib.nullcontext())
+    findings, house = SizeFindings(), Any
+    asyncio.run(rounds._ask_again(house, [PlayedAgent("ada", ""), PlayedAgent("bob", "")], findings))  # type: ignore[arg-type]
+    assert findings.problems == ["bob: after the kill it came COLD"]
 
 
 @pytest.mark.long(39)
