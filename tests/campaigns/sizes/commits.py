@@ -24,6 +24,7 @@ from unittest.mock import patch
 import psycopg
 from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.waits import giving_way
+from kvasir_bench.arithmetic import percentile
 
 from cachestore_svc.index.postgres.pipeline import Statement
 from cachestore_svc.index.postgres.session import Session
@@ -115,9 +116,7 @@ def measured(
             cpu_s += time.process_time()
             catalog_cpu_s += time.clock_gettime(clock)
             report(f"{len(committers)} at once: {done + 1} of {rounds} rounds, {time.monotonic() - began:.0f} s")
-    took.sort()
-    p99 = took[len(took) * 99 // 100]
-    times = {"median_ms": round(statistics.median(took), 1), "p99_ms": round(p99, 1)}
+    times = {"median_ms": round(statistics.median(took), 1), "p99_ms": round(percentile(took, 99), 1)}
     cpu = {"store_cpu_ms": cpu_s, "catalog_cpu_ms": catalog_cpu_s}
     return {"commits": len(took), **times, **{name: round(1000 * each / len(took), 2) for name, each in cpu.items()}}
 
