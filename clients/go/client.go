@@ -149,7 +149,7 @@ func (c *Client) WithEngines(others ...*Client) *Client {
 }
 
 // Close ends the connection and what is under way on it.
-func (c *Client) Close() error { return c.conn.Close() }
+func (c *Client) Close() error { return typed(c.conn.Close()) }
 
 // Engine is the generated client of the inference service, for calls that have no method here: models, statistics. Its errors
 // become an *Error by [AsError].

@@ -129,6 +129,20 @@ func TestTurnsThatAreRefusedHere(t *testing.T) {
 	}
 }
 
+func TestAClosedClientsCallsAreCancelled(t *testing.T) {
+	client, err := Dial("unix:/nowhere/at/all.sock")
+	if err != nil || client.Close() != nil {
+		t.Fatal(err)
+	}
+	_, calling := client.GetAgent(context.Background(), "ada")
+	for _, err := range []error{calling, client.Close()} {
+		var found *Error
+		if !errors.As(err, &found) || found.Code != codes.Canceled {
+			t.Errorf("%v", err)
+		}
+	}
+}
+
 // standIn is a store of one archive, and an engine whose agents are another's and that does not answer for its name.
 type standIn struct {
 	cachestorev1.UnimplementedAgentServiceServer
