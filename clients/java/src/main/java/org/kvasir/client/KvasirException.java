@@ -13,6 +13,7 @@ import java.time.Duration;
 import java.util.HashMap;
 import java.util.Map;
 import java.util.Optional;
+import java.util.Set;
 import org.kvasir.common.v1.ErrorReason;
 import org.kvasir.inference.v1.Moved;
 
@@ -21,6 +22,8 @@ public final class KvasirException extends RuntimeException {
   private static final long serialVersionUID = 1;
   private static final String DOMAIN = "kvasir";
   private static final String PREFIX = "ERROR_REASON_";
+  // gRPC's words for the calls of a channel that close() ended, or that come later. It calls them UNAVAILABLE, which programs ask again.
+  private static final Set<String> CLOSED = Set.of("Channel shutdownNow invoked", "Channel shutdown invoked");
 
   private final Status.Code code;
   private String reasonName;
@@ -111,6 +114,9 @@ public final class KvasirException extends RuntimeException {
   }
 
   private static KvasirException of(Status status, com.google.rpc.Status told, Throwable cause) {
+    if (status.getDescription() != null && CLOSED.contains(status.getDescription())) {
+      return new KvasirException(Status.Code.CANCELLED, "the client is closed", cause);
+    }
     String message = status.getDescription() == null ? status.getCode().name() : status.getDescription();
     KvasirException made = new KvasirException(status.getCode(), message, cause);
     try {

@@ -18,6 +18,7 @@ import java.time.Duration;
 import java.util.List;
 import java.util.concurrent.CompletableFuture;
 import java.util.concurrent.CopyOnWriteArrayList;
+import java.util.concurrent.ExecutionException;
 import java.util.concurrent.TimeUnit;
 import java.util.logging.Handler;
 import java.util.logging.LogRecord;
@@ -80,6 +81,34 @@ public class ConnectionTest {
       Logger.getLogger("").removeHandler(noting);
     }
     assertEquals(List.of(), logged);
+  }
+
+  @Test(timeout = 30_000)
+  public void callsOfAClosedClientAreCancelled() throws Exception {
+    Importing service = new Importing();
+    Server server = NettyServerBuilder.forAddress(new InetSocketAddress("127.0.0.1", 0)).addService(service).build().start();
+    Client client = Client.connect("127.0.0.1:" + server.getPort());
+    var header = ImportAgentHeader.newBuilder().setAgentId("ada").build();
+    var underWay = CompletableFuture.runAsync(() -> {
+      try {
+        client.importAgent(header, InputStream.nullInputStream());
+      } catch (IOException | InterruptedException unexpected) {
+        throw new IllegalStateException(unexpected);
+      }
+    });
+    try {
+      assertEquals(Status.Code.OK, service.ended.get(10, TimeUnit.SECONDS).getCode());
+      client.close();
+      client.close();
+      var ended = (KvasirException) assertThrows(ExecutionException.class, () -> underWay.get(10, TimeUnit.SECONDS)).getCause();
+      var later = assertThrows(KvasirException.class, client::listTurns);
+      var turn = assertThrows(KvasirException.class, () -> client.reply(Turns.prompt("Hello")));
+      for (KvasirException each : List.of(ended, later, turn)) {
+        assertEquals(each.getMessage(), Status.Code.CANCELLED, each.code());
+      }
+    } finally {
+      server.shutdownNow();
+    }
   }
 
   @Test(timeout = 30_000)
