@@ -69,7 +69,8 @@ def blobs_of(
                 BucketCatalog.check_listed(bucket, accepts_older=takes)
             owner = take_bucket(bucket, note, token_hex, takes_from_copy=takes, has_index=has_index)
         kept_bytes = config.free_disk_reserve_bytes + config.ballast_bytes
-        tier = DiskTier(config.data_dir / "tier", config.blob_tier_bytes, disk, kept_bytes)
+        tier_bytes = 0 if only_looks else config.blob_tier_bytes
+        tier = DiskTier(config.data_dir / "tier", tier_bytes, disk, kept_bytes, only_looks=only_looks)
         return BucketBlobs(bucket, owner, local, tier)
     except OSError as error:
         raise refusal(error, where) from error

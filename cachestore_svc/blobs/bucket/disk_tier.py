@@ -22,8 +22,17 @@ class DiskTier:
     """The copies that were used last. A write is renamed into place, so a crash leaves no half copy under a name; a
     file that does not verify is removed. From any thread."""
 
-    def __init__(self, root: Path, most_bytes: int, disk: Disk | None = None, kept_bytes: int = 0) -> None:
-        """`kept_bytes`: must stay free on the disk, whatever is there."""
+    def __init__(
+        self,
+        root: Path,
+        most_bytes: int,
+        disk: Disk | None = None,
+        kept_bytes: int = 0,
+        *,
+        only_looks: bool = False,
+    ) -> None:
+        """`kept_bytes`: must stay free on the disk, whatever is there. One that `only_looks`, with no bytes of its own,
+        gives up no copy: a store may run, whose copies these are."""
         self._root = root
         self._most_bytes = most_bytes
         self._disk = disk or Disk()
@@ -32,6 +41,8 @@ class DiskTier:
         self._sizes: dict[str, OrderedDict[Path, int]] = {}  # by namespace, the one that was used last at the end
         self._held: Counter[str] = Counter()
         self._numbers = count()
+        if only_looks:
+            return
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = []
         for path in root.glob("*/*"):

@@ -442,6 +442,20 @@ def test_a_copy_for_which_a_disk_has_no_room_is_not_even_written(tmp_path: Path)
     assert tier.get("p", "b") is not None
 
 
+def test_a_look_gives_up_no_copy_of_a_store_that_runs(tmp_path: Path, bucket: AwayBucket) -> None:
+    """As `kvasir keys list` does, which knows nothing of the store's own bytes for copies."""
+    lab, [data, other] = _lab(tmp_path / "a", bucket), _blobs(2)
+    with lab.open() as store:
+        digests = [_put(store, each) for each in (data, other)]
+        half = next((tmp_path / "a" / "tier").glob("*")) / ".new-0"
+        half.write_bytes(b"half")
+        looks = blobs_of(replace(lab.config(), blobs=WHERE, blob_tier_bytes=1), Disk(), bucket, only_looks=True)
+        assert looks.of(NS).read(digests[0]) == data
+        assert half.exists()
+        bucket.is_away = True
+        assert [store.blobs.read(NS, each) for each in digests] == [data, other]
+
+
 def test_a_copy_that_does_not_verify_is_no_copy_and_a_crash_leaves_none(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path / "t", 1 << 20)
     tier.put("p", "a", b"a" * 100)

@@ -22,6 +22,7 @@ from obstore.store import MemoryStore
 from cachestore_svc.blobs.blob_writer import Writers
 from cachestore_svc.blobs.bucket.bucket import Bucket, open_bucket
 from cachestore_svc.blobs.bucket.bucket_blobs import BlobsOfNamespace
+from cachestore_svc.blobs.bucket.disk_tier import DiskTier
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.blobs.space import Space
 from cachestore_svc.core import stored_blobs
@@ -120,7 +121,7 @@ def _second(core: Core, bucket: Bucket, root: Path) -> Store:
     root.mkdir()
     config = replace(core.config, data_dir=root)
     looks = blobs_of(replace(config, blobs=WHERE, catalog=""), Disk(), bucket, only_looks=True)
-    looks.owner = core.blobs.sealed.owner  # type: ignore[attr-defined]
+    looks.owner, looks._tier = core.blobs.sealed.owner, DiskTier(root / "tier", 1 << 30)  # type: ignore[attr-defined]
     blobs = SealedBackend(looks, core.seals, secrets.token_bytes)
     space = Space(config, core.disk, core.ballast, core.catalog.read(HOUSE, lambda view: view.stored_bytes()))
     own = {"config": config, "blobs": blobs, "space": space, "asides": set()}
