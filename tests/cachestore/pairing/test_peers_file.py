@@ -1,6 +1,7 @@
 """The file of peers: what a change writes is read back, whole or not at all, and never by halves."""
 
 import asyncio
+import json
 import stat
 import threading
 from pathlib import Path
@@ -186,6 +187,14 @@ def test_a_reload_tells_who_lost_a_right(file: Path) -> None:
     # Another key under an old name is another peer.
     change_peers(file, lambda book: book.without("other").with_peer(paired("other", namespaces=("a",))))
     assert peers.reload() == {"other"}
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    file = tmp_path / "file" / "peers.toml"
+    assert pairing.main(["peers", "rm", "bob", "--peers-file", str(file)]) == 1
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert (error["reason"], str(tmp_path / "file") in error["message"]) == ("FILE_REFUSED", True), error
 
 
 def test_pairing_again_keeps_the_rights_that_no_option_names(file: Path) -> None:
