@@ -317,8 +317,8 @@ def test_a_suite_whose_time_is_over_counts_the_tests_that_it_has_run(
 
 @pytest.mark.parametrize("by", ["a signal", "a terminal"])
 def test_a_step_that_is_ended_ends_its_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
-    """A suite has no limit of its own: it would go on for hours behind a proof that was killed. A terminal interrupts the
-    tests, too: their fixtures, and so their services, end all the same."""
+    """A suite has no limit of its own: it would go on for hours behind a proof that was killed. A terminal interrupts
+    the tests, too: their fixtures, and so their services, end all the same."""
     (tmp_path / "pyproject.toml").write_text("")
     (tmp_path / "test_it.py").write_text(
         "import pathlib, pytest, time\n@pytest.fixture\ndef service():\n    yield\n    pathlib.Path('ending').touch()\n"
