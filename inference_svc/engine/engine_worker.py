@@ -144,6 +144,10 @@ class EngineWorker:
     def close(self) -> None:
         for sequence in list(self._turns):
             self._finish(sequence, Unavailable("the engine is shutting down", retry_after_s=1.0))
+        # A publication whose store hangs has the engine for long, and the next model's weights come now.
+        self._runner.close()
+        self._pool.close()
+        self._decoder.batch.close()
         drop_room()
 
     def when_idle(self, key: AgentKey, work: Callable[[], None]) -> None:

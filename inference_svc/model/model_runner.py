@@ -216,6 +216,10 @@ class ModelRunner:
                 mx.eval(enqueued)  # it writes to pages that are given back
                 raise _cancelled()
 
+    def close(self) -> None:
+        """Let go of the weights: nothing is computed any more."""
+        self.model = self._short = None
+
     def forward(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
         """Logits of tokens [rows, n], not evaluated, of all positions or the last. One cache a layout entry."""
         return self.layout.forward(self.model, tokens, caches)

@@ -249,6 +249,12 @@ class DecodeBatch:
             layer.forget_decoded()
         return sequences
 
+    def close(self) -> None:
+        """Let go of scratch, and of graphs, which hold weights."""
+        self._kept_graph.forget()
+        self._windows.forget()
+        self.discard()
+
     def _slot(self, kv: SequenceKV) -> int:
         return next(slot for slot, other in enumerate(self.sequences) if other is kv)
 

@@ -270,6 +270,9 @@ class KeptGraph:
         self._compiled: Any = None
         self._sizes: list[int] | None = None
 
+    def forget(self) -> None:
+        self._compiled = self._sizes = None
+
     def __call__(self, pages: list[mx.array], *given: Any) -> mx.array:
         """The result of `trace`, not evaluated. `pages`: the pool's arrays."""
         if (sizes := [array.shape[0] for array in pages]) != self._sizes:

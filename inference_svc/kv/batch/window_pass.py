@@ -65,6 +65,10 @@ class WindowPass:
         pool.enqueue_behind(made)
         return made[mx.array(rows.own, dtype=mx.int32)]
 
+    def forget(self) -> None:
+        """Let go of its graph."""
+        self._kept_graph.forget()
+
     def _traced(
         self,
         pages: list[mx.array],

@@ -73,6 +73,12 @@ class KvPool:
     def __del__(self) -> None:
         wait([reader for _, reader in getattr(self, "_readers", ())])
 
+    def close(self) -> None:
+        """Free the memory of all pages: nobody reads or writes one any more."""
+        wait([reader for _, reader in self._readers])
+        self._written.clear()
+        self.arrays.clear()
+
     def pages_for(self, tokens: int) -> int:
         """The most pages that a sequence of so many tokens holds, with the window pages of its rewind points."""
         blocks = blocks_of(tokens)

@@ -1,7 +1,9 @@
 """Several models, one loaded at a time: what is named, what is refused, and that agents' lines survive a swap."""
 
+import os
 import re
 import secrets
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -211,6 +213,21 @@ def test_memories_that_cannot_be_stored_keep_their_model_unless_they_may_be_lost
         pending = client.reply(agent_id="ada", append_messages=ASKED, sampling=GREEDY)
         assert pending.finished.snapshot.state == pb.SNAPSHOT_STATE_PENDING
         assert client.unload_model(drop_unstored=True).left.dropped == 1
+
+
+@pytest.mark.long(6)
+@pytest.mark.parametrize("house", ["1"], indirect=True)
+def test_a_store_that_hangs_keeps_no_unloaded_model_in_memory(house: House) -> None:
+    with house.client() as client:
+        client.reply(agent_id="ada", messages=TOLD, sampling=GREEDY)
+        try:
+            for event in client.generate(agent_id="ada", append_messages=ASKED, sampling={"max_tokens": 30}):
+                if event.HasField("delta"):
+                    os.kill(house.store.pid, signal.SIGSTOP)
+            assert client.unload_model(drop_unstored=True).left.dropped == 1
+        finally:
+            os.kill(house.store.pid, signal.SIGCONT)
+    assert int(re.findall(r"left_bytes\W+(\d+)", house.engine.log)[-1]) < 1 << 16, "of weights and pages"
 
 
 @pytest.mark.long(2)
