@@ -10,6 +10,7 @@ from kvasir_bench.fleet import simulation
 from kvasir_bench.fleet.report import lines
 from kvasir_gateway.fleet.placing import Ring
 
+from tests.cli.running import in_process
 from tests.running.programs import run
 
 _GIVEN: dict[str, Any] = json.loads(Path(simulation.__file__).with_name("assumptions.json").read_text())
@@ -111,3 +112,12 @@ def test_the_command_names_the_part_that_breaks_first(tmp_path: Path) -> None:
     left_out = run("kvasir", "bench", "fleet")
     assert left_out.returncode != 0
     assert "--simulate" in left_out.stderr
+
+
+def test_more_agents_than_this_machine_can_draw_are_refused_by_their_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drawn(*_: Any) -> None:
+        raise MemoryError("Unable to allocate 745 GiB")
+
+    monkeypatch.setattr(simulation, "_lognormal", drawn)
+    refused = in_process("bench", "fleet", "--simulate", "--agents", "100000000000")
+    assert (refused.code, "--agents: too many for this machine's memory: Unable" in refused.err) == (2, True)

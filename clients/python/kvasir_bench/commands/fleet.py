@@ -49,6 +49,8 @@ def fleet(
             results = simulated(given)
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise WrongUsage.of("--assumptions", error) from None
+        except MemoryError as error:
+            raise WrongUsage.of("--agents", f"too many for this machine's memory: {error}") from None
     show(caller, results, report, plots)
 
 
