@@ -194,7 +194,7 @@ def test_a_load_is_sent_to_mlx_lms_server_too_and_shown_beside_it(cli: Cli, tmp_
     found = cli.done("bench", "load", *options, "--mlx-lm", "kvasir-tiny", "--json").value
     peer = found["peer"]
     assert (peer["failures"], peer["phases"]["steady"]) == ({}, 3)
-    assert peer["serves"] == "up to 32 rows and 8 prompts in a batch, in float32"
+    assert peer["serves"].startswith("up to 32 rows and 8 prompts in a batch, in float32")  # on Linux by its BLAS
     assert 0.8 * found["reply_tokens"] <= peer["reply_tokens"] <= 1.25 * found["reply_tokens"]
     assert found["ratios"]["wall_s"] == found["wall_s"] / peer["wall_s"]
     assert len(list((tmp_path / "plots").iterdir())) == 4
