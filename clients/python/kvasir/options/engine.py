@@ -330,5 +330,7 @@ class EngineTable(EngineFiles, EnginePeers, EngineMemory, EngineModels, EngineDr
         for name in ("store_token_file", "store_token_dir"):
             if getattr(self, name) and not self.store:
                 raise WrongOption(name, "it needs a store: name one with --store, or omit this")
+        if self.store and not self.store.startswith("unix:") and not (self.store_token_file or self.store_token_dir):
+            raise WrongOption("store_token_file", f"the store at {self.store} takes no calls without a token")
         if self.drain_to and self.drain_to not in self.peer and self.peers_file is None:
             raise WrongOption("drain_to", f"{self.drain_to!r} is no peer: name it with --peer {self.drain_to}=ADDRESS")

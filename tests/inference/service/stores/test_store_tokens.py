@@ -183,3 +183,12 @@ def test_tokens_of_no_store_are_refused() -> None:
     assert ended.returncode == 78
     assert "--store-token-dir" in ended.stderr
     assert "--store" in ended.stderr
+
+
+@pytest.mark.parametrize("named", [[], ["--store-ca-file", "/nowhere/ca.pem"]])
+def test_a_store_behind_a_port_wants_a_token(named: list[str]) -> None:
+    """The engine started without a store, and nothing was ever stored."""
+    ended = run("inference_svc", "serve", "--listen", "unix:/tmp/kv-none/s", "--store", "127.0.0.1:9", *named)
+    assert ended.returncode == 78
+    assert "--store-token-file" in ended.stderr
+    assert "127.0.0.1:9" in ended.stderr
