@@ -1,4 +1,5 @@
-"""What a forked program starts with `python -m …` is forked too, by a helper that has the imports and runs nothing.
+"""What a forked program starts with `python -m …`, or `-Pm`, is forked too, by a helper that has the imports and runs
+nothing.
 
 Such a child has the parent, pid, streams, session and end that it has anywhere; only the interpreter's start is saved.
 Its parent cannot fork it itself, because gRPC may run there by then. So the helper forks twice and the one in between
@@ -20,6 +21,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+
+from kvasir.cli.running.program import MODULE
 
 from tests.running import set_clock
 
@@ -55,7 +58,8 @@ class _Starting:
 
     def __call__(self, argv: Sequence[str | bytes], *given: Any) -> int:
         words = [os.fsdecode(each) for each in argv]
-        return self._ask(words[2:], *given) if words[:2] == [sys.executable, "-m"] else self._begin(argv, *given)
+        is_module = words[0] == sys.executable and words[1:2] in (["-m"], [MODULE])
+        return self._ask(words[2:], *given) if is_module else self._begin(argv, *given)
 
     def _ask(self, words: list[str], *given: Any) -> int:
         (_, _, kept, cwd, env, stdin, _, _, stdout, _, stderr, _, closed_by_exec, _, is_session, *_) = given

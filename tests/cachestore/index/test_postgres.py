@@ -382,7 +382,7 @@ def test_a_reader_whose_session_the_server_ended_answers_and_goes_on(url: str) -
         add_one(change)
         time.sleep(0.5)
 
-    with catalog_on(f"{url}?options=-c%20idle_in_transaction_session_timeout%3D100ms") as catalog:
+    with catalog_on(f"{url}?options=-c%20idle_in_transaction_session_timeout%3D300ms") as catalog:
         with ThreadPoolExecutor(8) as threads:
             asked = [threads.submit(catalog.read, HOUSE, sleeps) for _ in range(8)]
             for each in asked:
