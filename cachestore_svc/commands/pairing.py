@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
         return _print_error(errors.FailedPrecondition(str(error), reason="PEER_CONFIGURATION"))
     except OSError as error:  # of a home's disk that is full, or takes no writes
         words = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        return _print_error(errors.FailedPrecondition(words, reason="FILE_REFUSED"))
+        return _print_error(errors.FailedPrecondition(words, reason="PEER_CONFIGURATION"))
     return 0
 
 

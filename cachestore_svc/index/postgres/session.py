@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import psycopg
-from kvasir.errors import FailedPrecondition, InvalidArgument, KvasirError, Unavailable
+from kvasir.errors import InvalidArgument, KvasirError, Unavailable
 from psycopg.adapt import Buffer, Loader
 
 from cachestore_svc.blobs.disk import disk_full
@@ -197,5 +197,6 @@ def refused_at_start(error: BaseException) -> BaseException:
         case psycopg.OperationalError() if not isinstance(error, psycopg.errors.DiskFull):
             return Unavailable(text, reason="INDEX_FAILED", retry_after_s=1.0)
         case psycopg.errors.InsufficientPrivilege():
-            return FailedPrecondition(f"{text}; it has to be of the store's own role", reason="INDEX_FAILED")
+            text += "; it has to be of the store's own role"
+            return Unavailable(text, reason="INDEX_FAILED", retry_after_s=1.0)
     return translated(error)

@@ -20,7 +20,7 @@ is_watching = False
 
 def watch(event, arguments):
     if is_watching and event.split(".")[0] in ("open", "os", "shutil", "sqlite3", "pathlib"):
-        touched.update(str(each) for each in arguments if isinstance(each, (str, os.PathLike)))
+        touched.update(str(each).removeprefix("file://") for each in arguments if isinstance(each, (str, os.PathLike)))
 
 contents = [SyntheticAgent(SMALL, number).turn(30) for number in range(len(hostile))]
 store = Lab(root).open()

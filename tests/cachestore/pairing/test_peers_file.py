@@ -194,7 +194,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.C
     file = tmp_path / "file" / "peers.toml"
     assert pairing.main(["peers", "rm", "bob", "--peers-file", str(file)]) == 1
     error = json.loads(capsys.readouterr().out)["error"]
-    assert (error["reason"], str(tmp_path / "file") in error["message"]) == ("FILE_REFUSED", True), error
+    assert (error["reason"], str(tmp_path / "file") in error["message"]) == ("PEER_CONFIGURATION", True), error
 
 
 def test_pairing_again_keeps_the_rights_that_no_option_names(file: Path) -> None:
