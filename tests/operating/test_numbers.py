@@ -61,7 +61,7 @@ def test_counts_and_histograms_equal_what_was_done(watched: Watched, client: Inf
         "kvasir_store_rpc_seconds_count", rpc=commits
     )
     for page in (after, stored_after):
-        assert "ada" not in page.text
+        assert "lovelace" not in page.text
         assert '"first"' not in page.text  # the namespace
 
 

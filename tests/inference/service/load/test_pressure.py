@@ -265,7 +265,7 @@ def test_metrics_tell_the_same_as_statistics_and_name_nobody(
         ):
             assert line in page
         assert stats.decoded_tokens == 12
-        assert "ada" not in page
+        assert "lovelace" not in page
         assert "default" not in page
 
 
