@@ -1,0 +1,32 @@
+"""The BLAS that MLX computes by on a Linux CPU: its threads keep no core while there is nothing to compute."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.inference.kv.greedy import IS_MKL
+
+_REST_S = 0.15
+_SPENT_AFTER_A_PRODUCT = f"""
+import time
+from inference_svc.model.blas import load_optimized_blas
+load_optimized_blas()
+import mlx.core as mx
+mx.set_default_device(mx.cpu)
+given = mx.ones((1024, 1024))
+mx.eval(given, given @ given)
+before_s = time.process_time()
+time.sleep({_REST_S})
+print(time.process_time() - before_s)
+"""
+
+
+@pytest.mark.skipif(not IS_MKL, reason="only MKL's threads wait so")
+def test_a_thread_of_mkl_that_has_nothing_to_do_leaves_its_core() -> None:
+    two = {"MKL_NUM_THREADS": "2", "OMP_NUM_THREADS": "2"}
+    environment = {name: value for name, value in os.environ.items() if name != "KMP_BLOCKTIME"} | two
+    run = [sys.executable, "-c", _SPENT_AFTER_A_PRODUCT]
+    spent_s = float(subprocess.run(run, env=environment, check=True, capture_output=True, timeout=60).stdout)
+    assert spent_s < _REST_S / 3
