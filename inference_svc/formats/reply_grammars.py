@@ -27,10 +27,10 @@ def reply_grammar(
     reply_format: Mapping[str, str] | None = None,
     stop_ids: Collection[int] = (),
 ) -> str:
-    """llguidance's Lark text. `tools`: name and parameters of each that may be called. `reply_format`: kind and text of
-    the format that a reply without calls has. `stop_ids`: tokens that end replies and are no part of them. Raises
-    FailedPrecondition for a format of calls that no grammar describes, InvalidArgument that names the tool for a schema
-    that the format cannot carry.
+    """llguidance's Lark text. `tools`: name and parameters of each that may be called; with none the reply is any text
+    without calls. `reply_format`: kind and text of the format that a reply without calls has. `stop_ids`: tokens that
+    end replies and are no part of them. Raises FailedPrecondition for a format of calls that no grammar describes,
+    InvalidArgument that names the tool for a schema that the format cannot carry.
     """
     field = kind.value
     form = format_of(format_name)
@@ -38,6 +38,8 @@ def reply_grammar(
         raise FailedPrecondition.of(
             field, f"no grammar describes this model's calls ({format_name})", reason="NO_FORCED_CALLS"
         )
+    if not tools:
+        return _with_terminals(_without_calls(form, spelling))
     calls = "\n    | ".join(call_rules(format_name, tools, spelling))
     if kind is ConstraintKind.CALLS_IN_TEXT:
         rules = _in_text(form, spelling, one_call=one_call)
@@ -59,25 +61,40 @@ def _all_calls(form: CallFormat, spelling: Spelling, *, one_call: bool) -> str:
     return f"{start} call {end}{more}"
 
 
+def _free_text(form: CallFormat, spelling: Spelling) -> tuple[list[str], str]:
+    """Text without a call: its parts, which end with a special token, and its end."""
+    first, *others = spelling.pieces(form.marker)
+    free = set(spelling.special_ids.values()) - {first}
+    specials = f"<[{','.join(map(str, sorted(free)))}]>" if free else ""
+    parts = [f"TEXT {specials}"] if specials else []
+    if isinstance(first, str) or not others or not isinstance(others[0], str):
+        return parts, "TEXT"
+    # The marker's token begins other things, too.
+    other = f"TERMINAL(/{_ANY_TEXT}/ & ~/{re.escape(others[0])}/)"
+    return [*parts, f"TEXT <[{first}]> {other} {specials}"], f"TEXT (<[{first}]> {other} )?"
+
+
+def _without_calls(form: CallFormat, spelling: Spelling) -> str:
+    """Text in which no marker of a call stands."""
+    first, *_ = spelling.pieces(form.marker)
+    parts, tail = _free_text(form, spelling)
+    marked = f" & ~/{_ANY_TEXT}{re.escape(first)}{_ANY_TEXT}/" if isinstance(first, str) else ""
+    before = f"({' | '.join(parts)})* " if parts else ""
+    return f"start: {before}{tail}\nTEXT: /{_ANY_TEXT}/{marked}\n"
+
+
 def _in_text(form: CallFormat, spelling: Spelling, *, one_call: bool) -> str:
     """Text, in which each marker of a call is followed by a call. Special tokens stand in text, too."""
     first, *others = spelling.pieces(form.marker)
     rest, end, start, between = (
         spelling.rule(text) for text in (form.start.removeprefix(form.marker), form.end, form.start, form.between)
     )
-    free = set(spelling.special_ids.values()) - {first}
-    specials = f"<[{','.join(map(str, sorted(free)))}]>" if free else ""
-    parts = [f"TEXT {specials}"] if specials else []
-    tail = "TEXT"
+    parts, tail = _free_text(form, spelling)
     if isinstance(first, str):
         mark = "mark[lazy]: TEXT " + json.dumps(first)
     else:
         following = " ".join(f"<[{each}]>" if isinstance(each, int) else json.dumps(each) for each in others)
         mark = f"mark: TEXT <[{first}]> {following}"
-        if others and isinstance(others[0], str):  # the token begins other things, too
-            other = f"TERMINAL(/{_ANY_TEXT}/ & ~/{re.escape(others[0])}/)"
-            parts += [f"TEXT <[{first}]> {other} {specials}"]
-            tail = f"TEXT (<[{first}]> {other} )?"
     many = f" ({between} call)*" if form.is_list and not one_call else ""
     bound = f"mark {rest} call{many} {end}"
     free_part = f"part: {' | '.join(parts)}\n" if parts else ""

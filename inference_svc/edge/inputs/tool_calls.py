@@ -7,7 +7,10 @@ from kvasir.inference.v1 import inference_pb2 as pb
 
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 
-_NEITHER, _REQUIRED, _NAMED = (pb.TOOL_CHOICE_KIND_UNSPECIFIED, pb.TOOL_CHOICE_KIND_REQUIRED, pb.TOOL_CHOICE_KIND_NAMED)
+_NEITHER, _REQUIRED, _NAMED, _NONE = (
+    *(pb.TOOL_CHOICE_KIND_UNSPECIFIED, pb.TOOL_CHOICE_KIND_REQUIRED),
+    *(pb.TOOL_CHOICE_KIND_NAMED, pb.TOOL_CHOICE_KIND_NONE),
+)
 
 
 def bound_calls(request: pb.GenerateRequest, reply_format: Constraint | None) -> Constraint | None:
@@ -16,6 +19,8 @@ def bound_calls(request: pb.GenerateRequest, reply_format: Constraint | None) ->
     _check(request, choice)
     if not request.tools:
         return reply_format
+    if choice.kind == _NONE:
+        return reply_format or _constraint(ConstraintKind.CALLS_IN_TEXT, request)
     if choice.kind != _NEITHER:
         return _constraint(ConstraintKind.TOOL_CHOICE, request)
     if reply_format is not None:
@@ -34,7 +39,7 @@ def _constraint(
         {"place": place, "name": tool.name, "parameters": tool.parameters_json}
         | ({"strict": tool.strict} if kind is ConstraintKind.CALLS_IN_TEXT else {})
         for place, tool in enumerate(request.tools)
-        if not names or tool.name in names
+        if choice.kind != _NONE and (not names or tool.name in names)
     ]
     asked: dict[str, object] = {"one_call": choice.one_call or choice.kind == _NAMED, "tools": tools}
     if reply_format is not None:
@@ -44,11 +49,11 @@ def _constraint(
 
 def _check(request: pb.GenerateRequest, choice: pb.ToolChoice) -> None:
     """What would have no effect is refused, not ignored."""
-    if choice.kind not in (_NEITHER, _REQUIRED, _NAMED):
+    if choice.kind not in (_NEITHER, _REQUIRED, _NAMED, _NONE):
         raise InvalidArgument.of("tool_choice.kind", f"expected one of the enum's, got {choice.kind}")
-    if choice.kind == _NAMED and (choice.one_call or choice.names):
+    if choice.kind in (_NAMED, _NONE) and (choice.one_call or choice.names):
         field = "tool_choice.one_call" if choice.one_call else "tool_choice.names"
-        raise InvalidArgument.of(field, "not with NAMED")
+        raise InvalidArgument.of(field, "not with NAMED or NONE")
     if choice.name and choice.kind != _NAMED:
         raise InvalidArgument.of("tool_choice.name", "only with NAMED")
     if choice.ListFields() and not request.tools:
@@ -59,5 +64,5 @@ def _check(request: pb.GenerateRequest, choice: pb.ToolChoice) -> None:
     for place, name in enumerate(choice.names):
         if name not in known:
             raise InvalidArgument.of(f"tool_choice.names[{place}]", f"expected a tool's, got {name[:128]!r}")
-    if choice.kind != _NEITHER and (other := request.WhichOneof("response_format")) is not None:
+    if choice.kind in (_REQUIRED, _NAMED) and (other := request.WhichOneof("response_format")) is not None:
         raise InvalidArgument.of("tool_choice", f"expected no {other} beside it")

@@ -85,6 +85,7 @@ def test_every_setting_that_is_given_makes_another_digest() -> None:
     digests += [read(pb.GenerateRequest(prompt="once", **each)).input_digest for each in formats]  # type: ignore[arg-type]
     kinds = (pb.TOOL_CHOICE_KIND_REQUIRED, pb.TOOL_CHOICE_KIND_NAMED)
     choices = [pb.ToolChoice(kind=kinds[0]), pb.ToolChoice(kind=kinds[0], one_call=True)]
+    choices.append(pb.ToolChoice(kind=pb.TOOL_CHOICE_KIND_NONE))
     choices += [pb.ToolChoice(kind=kinds[1], name=name) for name in "fg"]
     for choice in (None, *choices):
         request = pb.GenerateRequest(tools=[pb.Tool(name="f"), pb.Tool(name="g")], tool_choice=choice)

@@ -80,6 +80,16 @@ def test_a_reply_of_one_call_ends_with_it(name: str) -> None:
 
 
 @EVERY
+def test_without_tools_a_reply_is_any_text_that_begins_no_call(name: str) -> None:
+    marker, call = FORMATS[name].marker, WRITTEN[name].format(city="Oslo")
+    matcher = compiled(name, IN_TEXT, [])
+    for free in ("", "Well. ", "é < > [1] {}\n", marker[:-1], marker[:-1] + " no"):
+        assert admits(matcher, free)
+        assert not admits(matcher, free + marker)
+        assert not admits(matcher, free + call)
+
+
+@EVERY
 def test_a_reply_is_calls_or_the_formats_text_and_nothing_else(name: str) -> None:
     call = WRITTEN[name].format(city="Oslo")
     for reply_format, right, wrong in (
@@ -136,6 +146,15 @@ def test_special_tokens_stand_in_text_and_the_markers_token_alone_begins_a_call(
     assert takes(matcher, ids(258, "a", 256, call, 257, "c", 256, call, 257))
     for wrong in (ids(256, "no"), ids(256, call.replace("city", "town"), 257), ids(256, call), ids(256, 258)):
         assert not takes(matcher, wrong)
+
+
+def test_the_markers_token_is_no_part_of_a_reply_without_calls() -> None:
+    matcher = compiled("json_tools", IN_TEXT, [], spelling=Spelling(SPECIALS))
+    assert takes(matcher, ids(258, "So <tool_call> in letters", 258, "b", 257))
+    assert not takes(matcher, ids(258, "a", 256))
+    others = compiled("kimi_k3", IN_TEXT, [], spelling=Spelling({**SPECIALS, "<|close|>": 257}))
+    assert takes(others, ids(259, "think", 260, "so", 257, "think", 260, "text"))
+    assert not takes(others, ids("text", 259, "tools", 260))
 
 
 def test_a_token_that_begins_other_things_too_binds_only_what_is_a_call() -> None:

@@ -25,6 +25,7 @@ REQUIRED = pb.ToolChoice(kind=pb.TOOL_CHOICE_KIND_REQUIRED, one_call=True)
 NO_SCHEMA = json.dumps({"properties": {"days": {"type": "integer", "maximum": "9"}}})
 CALL = 1022  # the token <tool_call>
 TIDES = pb.ToolChoice(kind=pb.TOOL_CHOICE_KIND_NAMED, name="tides")
+NO_CALL = pb.ToolChoice(kind=pb.TOOL_CHOICE_KIND_NONE)
 
 
 def forced(engine: InferenceClient, seed: int, choice: pb.ToolChoice = REQUIRED, **options: Any) -> Reply:
@@ -85,6 +86,17 @@ def test_a_call_is_bound_once_it_begins_and_is_the_last_where_only_one_may_be(cl
         assert not begun(client, seed, None, tools=TOOLS).finished.tool_calls, "they are as the model writes them"
 
 
+def test_without_calls_the_tools_stay_in_the_prompt(client: InferenceClient) -> None:
+    loose = begun(client, 1, None, tools=TOOLS)
+    reply = begun(client, 1, NO_CALL, tools=TOOLS)
+    assert reply.started.prompt_tokens == loose.started.prompt_tokens
+    assert (CALL in loose.token_ids, CALL in reply.token_ids) == (True, False)
+    assert not reply.finished.tool_calls
+    formatted = begun(client, 1, NO_CALL, tools=TOOLS, regex="yes|no")
+    assert formatted.text in ("yes", "no")
+    assert formatted.started.prompt_tokens == loose.started.prompt_tokens
+
+
 @pytest.mark.long(2)
 def test_beside_a_format_a_reply_is_calls_or_its_text(client: InferenceClient) -> None:
     format_: dict[str, Any] = {"type": "object", "properties": {"n": {"enum": [1, 20]}}, "required": ["n"]}
@@ -136,6 +148,9 @@ def test_a_reply_beside_a_format_is_replayed_as_it_was(client: InferenceClient) 
         (pb.ToolChoice(names=["tides", "moon"]), {}, "tool_choice.names[1]"),
         (pb.ToolChoice(kind=pb.TOOL_CHOICE_KIND_NAMED, name="tides", names=["tides"]), {}, "tool_choice.names"),
         (pb.ToolChoice(kind=pb.TOOL_CHOICE_KIND_NAMED, name="tides", one_call=True), {}, "tool_choice.one_call"),
+        (pb.ToolChoice(kind=pb.TOOL_CHOICE_KIND_NONE, one_call=True), {}, "tool_choice.one_call"),
+        (pb.ToolChoice(kind=pb.TOOL_CHOICE_KIND_NONE, name="tides"), {}, "tool_choice.name"),
+        (NO_CALL, {"tools": ()}, "tool_choice"),
         (None, {"tools": [pb.Tool(name="f g", parameters_json="{}", strict=True)]}, "tools[0]"),
         (None, {"json_schema": '{"type": "objekt"}'}, "response_format"),
         (REQUIRED, {"tools": ()}, "tool_choice"),

@@ -22,6 +22,7 @@ class ToolChoiceKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TOOL_CHOICE_KIND_UNSPECIFIED: _ClassVar[ToolChoiceKind]
     TOOL_CHOICE_KIND_REQUIRED: _ClassVar[ToolChoiceKind]
     TOOL_CHOICE_KIND_NAMED: _ClassVar[ToolChoiceKind]
+    TOOL_CHOICE_KIND_NONE: _ClassVar[ToolChoiceKind]
 
 class OnFullPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -131,6 +132,7 @@ THINKING_MODE_OFF: ThinkingMode
 TOOL_CHOICE_KIND_UNSPECIFIED: ToolChoiceKind
 TOOL_CHOICE_KIND_REQUIRED: ToolChoiceKind
 TOOL_CHOICE_KIND_NAMED: ToolChoiceKind
+TOOL_CHOICE_KIND_NONE: ToolChoiceKind
 ON_FULL_POLICY_UNSPECIFIED: OnFullPolicy
 ON_FULL_POLICY_REFUSE: OnFullPolicy
 ON_FULL_POLICY_DROP_OLDEST: OnFullPolicy

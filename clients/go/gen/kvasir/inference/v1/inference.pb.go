@@ -89,6 +89,8 @@ const (
 	ToolChoiceKind_TOOL_CHOICE_KIND_REQUIRED ToolChoiceKind = 1
 	// Exactly one call, of the named tool.
 	ToolChoiceKind_TOOL_CHOICE_KIND_NAMED ToolChoiceKind = 2
+	// No call: any text, or one of the response_format.
+	ToolChoiceKind_TOOL_CHOICE_KIND_NONE ToolChoiceKind = 3
 )
 
 // Enum value maps for ToolChoiceKind.
@@ -97,11 +99,13 @@ var (
 		0: "TOOL_CHOICE_KIND_UNSPECIFIED",
 		1: "TOOL_CHOICE_KIND_REQUIRED",
 		2: "TOOL_CHOICE_KIND_NAMED",
+		3: "TOOL_CHOICE_KIND_NONE",
 	}
 	ToolChoiceKind_value = map[string]int32{
 		"TOOL_CHOICE_KIND_UNSPECIFIED": 0,
 		"TOOL_CHOICE_KIND_REQUIRED":    1,
 		"TOOL_CHOICE_KIND_NAMED":       2,
+		"TOOL_CHOICE_KIND_NONE":        3,
 	}
 )
 
@@ -897,7 +901,7 @@ type GenerateRequest struct {
 	// Which of a prompt's volatile parts keep the value that the agent's memory has. Absent: what the agent's label "kvasir.volatile" says
 	// ("template-date,tools-order", "none"), else template-date and tools-order.
 	Volatile *VolatileRules `protobuf:"bytes,20,opt,name=volatile,proto3" json:"volatile,omitempty"`
-	// Whether the reply must be calls of tools. Default: the model decides.
+	// Whether the reply must be calls of tools, or may have none. Default: the model decides.
 	ToolChoice *ToolChoice `protobuf:"bytes,21,opt,name=tool_choice,json=toolChoice,proto3" json:"tool_choice,omitempty"`
 	// Report the prompt's tokens in Started. Those of the reply are always in its deltas.
 	ReturnPromptTokenIds bool `protobuf:"varint,23,opt,name=return_prompt_token_ids,json=returnPromptTokenIds,proto3" json:"return_prompt_token_ids,omitempty"`
@@ -1416,15 +1420,16 @@ func (*TemplateValue_Text) isTemplateValue_Value() {}
 
 // ToolChoice says which calls a reply may or must have. REQUIRED and NAMED force calls: the reply is, from its first token on, calls in the model's own
 // format, whose names are the tools' and whose arguments fit their schemas; only with tools, and without a response_format. Where the model decides, one_call,
-// names and Tool.strict bind a call once it begins. FAILED_PRECONDITION (NO_FORCED_CALLS) for a model whose format of calls no grammar describes.
+// names and Tool.strict bind a call once it begins. With NONE the reply has no calls, and the tools stay in the prompt, so that memories of it are reused.
+// FAILED_PRECONDITION (NO_FORCED_CALLS) for a model whose format of calls no grammar describes.
 type ToolChoice struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Kind  ToolChoiceKind         `protobuf:"varint,1,opt,name=kind,proto3,enum=kvasir.inference.v1.ToolChoiceKind" json:"kind,omitempty"`
 	// With NAMED: the tool.
 	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
-	// Not with NAMED, which is one call anyway: at most one call, which ends the reply. Default: as many as the model makes.
+	// Not with NAMED, which is one call anyway, or NONE: at most one call, which ends the reply. Default: as many as the model makes.
 	OneCall bool `protobuf:"varint,3,opt,name=one_call,json=oneCall,proto3" json:"one_call,omitempty"`
-	// Not with NAMED: only these of the tools may be called. Default: all.
+	// Not with NAMED or NONE: only these of the tools may be called. Default: all.
 	Names         []string `protobuf:"bytes,4,rep,name=names,proto3" json:"names,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -6528,11 +6533,12 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\fThinkingMode\x12\x1d\n" +
 	"\x19THINKING_MODE_UNSPECIFIED\x10\x00\x12\x14\n" +
 	"\x10THINKING_MODE_ON\x10\x01\x12\x15\n" +
-	"\x11THINKING_MODE_OFF\x10\x02*m\n" +
+	"\x11THINKING_MODE_OFF\x10\x02*\x88\x01\n" +
 	"\x0eToolChoiceKind\x12 \n" +
 	"\x1cTOOL_CHOICE_KIND_UNSPECIFIED\x10\x00\x12\x1d\n" +
 	"\x19TOOL_CHOICE_KIND_REQUIRED\x10\x01\x12\x1a\n" +
-	"\x16TOOL_CHOICE_KIND_NAMED\x10\x02*\x87\x01\n" +
+	"\x16TOOL_CHOICE_KIND_NAMED\x10\x02\x12\x19\n" +
+	"\x15TOOL_CHOICE_KIND_NONE\x10\x03*\x87\x01\n" +
 	"\fOnFullPolicy\x12\x1e\n" +
 	"\x1aON_FULL_POLICY_UNSPECIFIED\x10\x00\x12\x19\n" +
 	"\x15ON_FULL_POLICY_REFUSE\x10\x01\x12\x1e\n" +
