@@ -127,9 +127,6 @@ class CountedMessages(turns.Body):
         )
 
     def _tools(self, reading: Reading) -> Iterator[pb.Tool]:
-        choice = self.tool_choice
-        if choice is not None and choice.type == "none":
-            return
         for number, tool in enumerate(self.tools or ()):
             if tool.type not in (None, "custom"):
                 reading.ignore_tool(number)
@@ -138,8 +135,10 @@ class CountedMessages(turns.Body):
 
     def _calls(self, tools: Sequence[pb.Tool]) -> pb.ToolChoice | None:
         choice = self.tool_choice
-        if choice is None or choice.type == "none":
+        if choice is None:
             return None
+        if choice.type == "none":
+            return turns.NO_CALLS if tools else None
         one_call = bool(choice.disable_parallel_tool_use)
         if choice.type == "auto":
             return turns.free_calls(tools, one_call=one_call)

@@ -27,7 +27,7 @@ from kvasir_gateway.models import unknown_alias
 from kvasir_gateway.reading.records import Beside, Made
 from kvasir_gateway.reading.stored_records import StoredRecords
 from kvasir_gateway.reading.volatile import Rules
-from kvasir_gateway.turn import Said, Turn, renamed
+from kvasir_gateway.turn import NO_CALLS, Said, Turn, renamed
 
 # An engine allows 320 calls on a connection, and the gateway has many callers. Idle ones are not opened.
 _CONNECTIONS = 16
@@ -250,7 +250,8 @@ def _unwell(reason: str, message: str, *, engine: bool = True, store: bool = Fal
 
 
 def _taken_instead(turn: Turn, error: KvasirError) -> Turn:
-    """The turn instead of a refused one: of the loaded model, or with unbound tools. Raises the refusal if none."""
+    """The turn instead of a refused one: of the loaded model, without tools that it may not call, or with unbound ones.
+    Raises the refusal if none."""
     if isinstance(error, InvalidArgument):
         error = _as_written(turn, error if turn.thinking is None else turn.thinking.refused(error))
     is_unknown = error.reason == "MODEL_NOT_FOUND"
@@ -258,6 +259,8 @@ def _taken_instead(turn: Turn, error: KvasirError) -> Turn:
         raise unknown_alias(turn) from None
     if is_unknown and turn.any_model:
         return replace(turn, model="", any_model=False)
+    if error.reason in ("NO_FORCED_CALLS", "NO_RESPONSE_FORMATS") and turn.tool_choice == NO_CALLS:
+        return replace(turn, tools=(), tool_choice=None)
     is_of_tools = error.reason in _NOT_BOUND and (error.field or "").startswith("tools")
     if turn.ignore is None or not is_of_tools or not any(tool.strict for tool in turn.tools):
         raise error

@@ -49,6 +49,10 @@ class ThinkingWish(Protocol):
     def refused(self, error: InvalidArgument) -> InvalidArgument: ...
 
 
+# The tools stay in the prompt, which a memory has from the turns before.
+NO_CALLS = pb.ToolChoice(kind=pb.TOOL_CHOICE_KIND_NONE)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerWish:
     # Fields of pb.Sampling; what is absent takes the engine's default.
@@ -88,6 +92,10 @@ class Turn(AnswerWish):
     alias: str = ""
     # Keeps conversations with the same opening apart. Never an identity.
     hint: str = ""
+
+    @property
+    def may_call(self) -> bool:
+        return bool(self.tools) and self.tool_choice != NO_CALLS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +279,7 @@ def free_calls(tools: Sequence[pb.Tool], *, one_call: bool, names: Sequence[str]
 
 def format_of_text(schema: str | None, choice: pb.ToolChoice | None) -> str | None:
     """The schema of the reply's text: a reply that must be calls has none."""
-    return None if choice is not None and choice.kind else schema
+    return None if choice is not None and choice.kind and choice != NO_CALLS else schema
 
 
 def speculated(wish: Speculation | None) -> dict[str, int]:

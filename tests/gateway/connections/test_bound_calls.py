@@ -1,11 +1,16 @@
 """Calls where the model decides: bound by strict tools, one at most, of some tools, or beside a reply format."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx2 as httpx
 import jsonschema_rs
 import pytest
+from kvasir.errors import FailedPrecondition
+from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir_gateway.engine import _taken_instead
+from kvasir_gateway.turn import NO_CALLS, Turn
 
 from tests.gateway.conftest import Front
 from tests.gateway.dialects.test_forced_tool_choice import HELLO, NAMES, post
@@ -14,6 +19,7 @@ from tests.made_models.sampling import first_and_in_turn
 
 CHAT = "/v1/chat/completions"
 CALLS, NONE = {"logit_bias": {"1022": 100}}, {"logit_bias": {"1022": -100}}  # the token <tool_call>
+_INPUT = ("input_tokens", "cache_read_input_tokens")
 COLOUR: dict[str, Any] = {
     "type": "object",
     "properties": {"colour": {"enum": ["red", "blue"]}},
@@ -59,6 +65,34 @@ def test_only_allowed_tools_are_called(front: Front, mode: str) -> None:
     choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "lamp"}]}
     told = post(front, "/v1/responses", {"input": "Hello.", "tools": functions, "tool_choice": choice})
     assert {each["name"] for each in told["output"] if each["type"] == "function_call"} == {"lamp"}
+
+
+def test_tools_that_may_not_be_called_stay_in_the_prompt(front: Front) -> None:
+    body: dict[str, Any] = {"messages": HELLO, "max_tokens": 8, "tools": tools(strict=None)}
+    first = post(front, CHAT, {**body, **NONE})
+    body["messages"] = [*HELLO, first["choices"][0]["message"], {"role": "user", "content": "No calls now."}]
+    second = post(front, CHAT, {**body, "tool_choice": "none", **CALLS})
+    assert not second["choices"][0]["message"].get("tool_calls")
+    assert "<tool_call>" not in second["choices"][0]["message"]["content"]
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["total_tokens"] - 1
+    functions = [{"type": "function", "name": name, "parameters": schema} for name, schema in NAMES.items()]
+    offered = [{"name": name, "input_schema": schema} for name, schema in NAMES.items()]
+    for path, given, none in (
+        ("/v1/responses", {"input": HELLO, "tools": functions}, "none"),
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 8, "tools": offered}, {"type": "none"}),
+    ):
+        free, without = (post(front, path, {**given, **choice}) for choice in ({}, {"tool_choice": none}))
+        sizes = [sum(each["usage"].get(name, 0) for name in _INPUT) for each in (free, without)]
+        assert sizes[0] == sizes[1] > 50, path
+
+
+@pytest.mark.parametrize("reason", ["NO_FORCED_CALLS", "NO_RESPONSE_FORMATS"])
+def test_a_model_whose_calls_no_grammar_describes_is_not_given_tools_that_it_may_not_call(reason: str) -> None:
+    turn = Turn(model=MODEL, tools=(pb.Tool(name="f"),), tool_choice=NO_CALLS)
+    refusal = FailedPrecondition.of("tools", "no grammar", reason=reason)
+    assert _taken_instead(turn, refusal) == replace(turn, tools=(), tool_choice=None)
+    with pytest.raises(FailedPrecondition):
+        _taken_instead(replace(turn, tool_choice=None), refusal)
 
 
 def test_a_reply_beside_a_format_is_its_text_or_calls(front: Front) -> None:

@@ -236,7 +236,7 @@ def _thoughts(message: ChatMessage) -> str:
 def offered(tools: list[pb.Tool], choice: object, parallel: bool | None) -> tuple[list[pb.Tool], pb.ToolChoice | None]:
     """The tools that the model may call, and what it must. Raises InvalidArgument for what cannot be enforced."""
     if choice == "none":
-        return [], None
+        return tools, turns.NO_CALLS if tools else None
     one_call = parallel is False
     if choice == "required":
         return tools, turns.forced_calls(None, one_call=one_call)

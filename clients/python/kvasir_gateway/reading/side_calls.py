@@ -69,11 +69,11 @@ def side_call_of(turn: Turn, rules: Sequence[SideRule]) -> str:
 
 
 def _heads(turn: Turn) -> Iterator[str]:
-    """Where a side call's request stands: with replies before it, in the last text only, and not with tools."""
+    """Where a side call's request stands: with replies before it, in the last text only, and not beside calls."""
     said = turn.messages
     if any(message.role == "assistant" for message in said):
         yield said[-1].content[:_HEAD_CHARS]
-    elif not turn.tools:
+    elif not turn.may_call:
         is_short = sum(len(message.content) for message in said) <= _SHORT_CHARS
         read = said if len(said) <= _MOST_HEADS else (*said[: _MOST_HEADS - 1], said[-1])
         yield from (_head(message) for message in read if is_short or message.role == "system")
