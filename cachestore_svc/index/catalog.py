@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from kvasir.errors import FailedPrecondition
 
 from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.index.postgres.orders import end_order, give_order, has_order
 from cachestore_svc.index.sqlite.in_bucket.bucket_catalog import BucketCatalog
 from cachestore_svc.index.sqlite.operations import Catalog
 from cachestore_svc.index.sqlite.removals import Removal
@@ -27,6 +28,9 @@ __all__ = (
     "LeaseEnds",
     "Removal",
     "SqliteCatalog",
+    "end_order",
+    "give_order",
+    "has_order",
     "open_postgres",
 )
 

@@ -3,15 +3,14 @@ is decided here alone, so before it a move may be undone at any time, as when th
 time counts from when this process first heard of the move.
 """
 
-import contextlib
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from kvasir.errors import FailedPrecondition, PermissionDenied
 
 from cachestore_svc.facts.ownership import Ownership, OwnerState
 from cachestore_svc.facts.records import AgentRecord
+from cachestore_svc.moving.orders import Orders
 from cachestore_svc.moving.peering.peer_limits import PeerLimits
 from cachestore_svc.moving.peering.peers import Peers
 from cachestore_svc.pairing.rights import Verb
@@ -43,19 +42,7 @@ class HandingOver:
         self._patience_s = patience_s
         self._steady = steady
         self._heard: dict[_Agent, _Heard] = {}
-        self._ordered: Counter[_Agent] = Counter()
-
-    @contextlib.contextmanager
-    def ordered(self, namespace: str, agent_id: str, peer: str) -> Iterator[None]:
-        """Meanwhile the peer may take this agent: this store's owner gives it."""
-        agent = namespace, agent_id, peer
-        self._ordered[agent] += 1
-        try:
-            yield
-        finally:
-            self._ordered[agent] -= 1
-            if not self._ordered[agent]:
-                del self._ordered[agent]
+        self.orders = Orders(store)
 
     async def offer(
         self, namespace: str, agent_id: str, peer: str, move_id: str, generation: int, left_s: float | None
@@ -67,7 +54,7 @@ class HandingOver:
         self._check_known(namespace, peer)
         agent = namespace, agent_id, peer
         known = await self._store.owner(namespace, agent_id)
-        is_ordered, is_new = agent in self._ordered, known.state is not OwnerState.MOVING
+        is_ordered, is_new = await self.orders.has(*agent), known.state is not OwnerState.MOVING
         may = self._peers.may(Verb.OFFER, namespace, peer, agent_id, is_ordered=is_ordered)
         may(known)
         self._limits.word(peer)

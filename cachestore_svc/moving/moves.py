@@ -85,10 +85,13 @@ class Moves:
     ) -> AsyncGenerator[Any, None]:
         """Give an agent to a peer: it takes it, and its responses are passed on."""
         await self._store.run(namespace, self._store.agents.get, agent_id)  # or both peers would say that there is none
-        async with self._peers.connect(peer, namespace) as remote:
-            name = self._peers.settings(peer, namespace).name
-            with answers_of_peer(peer), self._handing_over.ordered(namespace, agent_id, name):
-                moving = remote.moving_agent(agent_id, dry_run=is_dry_run, move_id=move_id)
+        name, orders = self._peers.settings(peer, namespace).name, self._handing_over.orders
+        async with (
+            self._peers.connect(peer, namespace) as remote,
+            orders.holding(namespace, agent_id, name, self._token_hex),
+        ):
+            moving = remote.moving_agent(agent_id, dry_run=is_dry_run, move_id=move_id)
+            with answers_of_peer(peer):
                 async with aclosing(moving) as responses:
                     async for response in responses:
                         yield response

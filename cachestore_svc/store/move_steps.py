@@ -12,7 +12,7 @@ from cachestore_svc.core.stored_blobs import read_blob
 from cachestore_svc.facts import ownership
 from cachestore_svc.facts.ownership import Ownership, OwnerState
 from cachestore_svc.facts.records import AgentRecord, Committed, LineKey, LineQuery, Origin, SnapshotVersion, with_wake
-from cachestore_svc.index.catalog import CatalogChange
+from cachestore_svc.index.catalog import CatalogChange, end_order, give_order, has_order
 from cachestore_svc.index.refusals import head_moved
 from cachestore_svc.index.values import Commit, CommitTerms
 from cachestore_svc.pairing.rights import MAX_FACTS, MAX_OPEN_MOVES, May, over_limit
@@ -50,6 +50,17 @@ class MoveSteps:
         self._changes = changes
 
     # --- the source ---
+
+    def order(self, namespace: str, agent_id: str, peer: str, number: str) -> None:
+        """Let all stores over a shared catalog know for a while that this store's owner gives an agent to a peer."""
+        self._core.write(namespace, lambda change: give_order(change, agent_id, peer, number))
+
+    def end_order(self, namespace: str, agent_id: str, peer: str, number: str) -> None:
+        self._core.write(namespace, lambda change: end_order(change, agent_id, peer, number))
+
+    def is_ordered(self, namespace: str, agent_id: str, peer: str) -> bool:
+        """Whether the owner of any store over a shared catalog gives the agent to the peer now."""
+        return self._core.read(namespace, lambda view: has_order(view, agent_id, peer))
 
     def offer(
         self, namespace: str, agent_id: str, peer: str, move_id: str, generation: int, may: May, is_bounded: bool = True

@@ -198,7 +198,7 @@ def held(mac: Mac) -> dict[str, int]:
         "blobs being read": mac.services.store._parts.reader._budget.held_units,
         "links": len(mac.peers._links),
         "agents that come": len(moves._receiving.bringing._coming),
-        "moves": len(moves._locks) + len(moves._handing_over._ordered),
+        "moves": len(moves._locks) + len(moves._handing_over.orders._here),
     }
 
 

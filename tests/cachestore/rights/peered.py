@@ -113,11 +113,16 @@ class _Late:
 
 
 @asynccontextmanager
-async def macs(*names: str, root: Path, **settings: Any) -> AsyncIterator[Sequence[Mac]]:
-    """So many stores; each knows the others by name, and gives them `read`."""
+async def macs(
+    *names: str, root: Path, opened: Mapping[str, Store] | None = None, **settings: Any
+) -> AsyncIterator[Sequence[Mac]]:
+    """So many stores; each knows the others by name, and gives them `read`. `opened`: those that are open already."""
     async with AsyncExitStack() as exits:
         sockets = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="kv")))
-        made = [await exits.enter_async_context(_mac(name, names, root / name, sockets, settings)) for name in names]
+        made = []
+        for name in names:
+            store = opened.get(name) if opened else None
+            made.append(await exits.enter_async_context(_mac(name, names, root / name, sockets, settings, store)))
         tokens = {(mac.name, other): mac.tokens[other] for mac in made for other in mac.tokens}
         for mac in made:
             peers = {
@@ -132,7 +137,7 @@ async def macs(*names: str, root: Path, **settings: Any) -> AsyncIterator[Sequen
 
 @asynccontextmanager
 async def _mac(
-    name: str, names: Sequence[str], root: Path, sockets: Path, settings: Mapping[str, Any]
+    name: str, names: Sequence[str], root: Path, sockets: Path, settings: Mapping[str, Any], opened: Store | None
 ) -> AsyncIterator[Mac]:
     await asyncio.to_thread(root.mkdir, parents=True)
     peers = [Principal(other, NS, frozenset({PEER})) for other in names if other != name]
@@ -148,7 +153,7 @@ async def _mac(
         Reports(lambda: secrets.token_hex(8), audit=Audit("store", audit, PRIVILEGED)),  # type: ignore[arg-type]
     )
     lab = Lab(root / "data")
-    store = lab.open()
+    store = opened or lab.open()
     aio = AioStore(store, threads)
     config = read_settings({"data_dir": root / "data", **settings})
     services = make_services(config, aio, known, Repairs(aio, known, 5.0), edge.stopping)
@@ -163,4 +168,5 @@ async def _mac(
     finally:
         await edge.grpc.stop(0)
         threads.close()
-        store.close()
+        if opened is None:
+            store.close()
