@@ -1,7 +1,9 @@
 """What every test run begins with."""
 
+import asyncio
 import contextlib
 import gc
+import inspect
 import os
 from collections.abc import Generator
 from pathlib import Path
@@ -44,6 +46,16 @@ def pytest_configure() -> None:
     """Temporary files lie in memory."""
     if (memory := in_memory.directory()) != Path("/tmp"):
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(memory))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """An async test runs in an event loop of its own, which its fixtures do not see."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 # Files with a test that takes longer come first: begun last, it would keep a core waiting for its end.

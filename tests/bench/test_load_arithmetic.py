@@ -244,7 +244,7 @@ def test_a_rate_offers_its_tokens_while_turns_arrive_however_long_they_take() ->
     assert found["wall_s"] > long
 
 
-def test_turns_over_grpc_are_greedy_as_those_over_http() -> None:
+async def test_turns_over_grpc_are_greedy_as_those_over_http() -> None:
     """A model's own temperature would give the two servers other replies."""
     given: list[dict[str, Any]] = []
 
@@ -254,12 +254,9 @@ def test_turns_over_grpc_are_greedy_as_those_over_http() -> None:
             return
             yield
 
-    async def play() -> None:
-        client: Any = Client()
-        async for _ in GrpcTarget(client).turn(LoadAgent("", 0, [{"role": "user", "content": "1"}]), 9):
-            pass
-
-    asyncio.run(play())
+    client: Any = Client()
+    async for _ in GrpcTarget(client).turn(LoadAgent("", 0, [{"role": "user", "content": "1"}]), 9):
+        pass
     assert [each["sampling"] for each in given] == [{"max_tokens": 9, "temperature": 0}]
 
 

@@ -104,24 +104,20 @@ def test_a_commit_that_is_taken_away_before_it_is_known_makes_no_version(store: 
     assert not store._core.early_commits._waiting
 
 
-def test_a_commit_whose_caller_leaves_while_it_is_taken_in_makes_no_version(store: Store) -> None:
+async def test_a_commit_whose_caller_leaves_while_it_is_taken_in_makes_no_version(store: Store) -> None:
     snapshot, may_go_on = SyntheticAgent(SMALL).turn(300), threading.Event()
-
-    async def scene() -> None:
-        threads = StoreThreads(4)
-        behind = AioStore(store, threads)
-        service: Any = SimpleNamespace(_store=behind, _run=partial(behind.run, NS))
-        store._core.catalog.write_later(NS, lambda _: may_go_on.wait(5))  # as a disk that takes its time
-        asked = known(snapshot), list(snapshot.new_blobs), AGENT, snapshot.manifest_digest, 0, CommitTerms()
-        calling = asyncio.create_task(CacheStoreService._early(service, *asked))
-        await asyncio.sleep(0.1)
-        calling.cancel()
-        may_go_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await calling
-        threads.close()
-
-    asyncio.run(scene())
+    threads = StoreThreads(4)
+    behind = AioStore(store, threads)
+    service: Any = SimpleNamespace(_store=behind, _run=partial(behind.run, NS))
+    store._core.catalog.write_later(NS, lambda _: may_go_on.wait(5))  # as a disk that takes its time
+    asked = known(snapshot), list(snapshot.new_blobs), AGENT, snapshot.manifest_digest, 0, CommitTerms()
+    calling = asyncio.create_task(CacheStoreService._early(service, *asked))
+    await asyncio.sleep(0.1)
+    calling.cancel()
+    may_go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    threads.close()
     upload(store, snapshot)
     with pytest.raises(NotFound):
         store.snapshots.get(NS, AGENT)

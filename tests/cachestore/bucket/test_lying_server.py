@@ -1,7 +1,6 @@
 """A bucket's server that lies, drips, repeats itself or forgets: a store neither dies nor hangs of it, and removes
 nothing on its word."""
 
-import asyncio
 import subprocess
 import sys
 import threading
@@ -317,14 +316,10 @@ def test_a_list_may_begin_later_than_an_object(
     assert bucket.names("a") == ["b"]
 
 
-def test_lists_are_read_where_a_loop_runs(patient: Bucket) -> None:
+async def test_lists_are_read_where_a_loop_runs(patient: Bucket) -> None:
     """As at a store's start. This server knows no folders."""
     patient.put("a/b", b"1")
-
-    async def lists() -> tuple[list[str], list[str], bool]:
-        return list(patient.names("a")), patient.folders(), bool(patient.names("c", only_some=True))
-
-    assert asyncio.run(lists()) == (["b"], [], False)
+    assert (list(patient.names("a")), patient.folders(), bool(patient.names("c", only_some=True))) == (["b"], [], False)
 
 
 def test_an_object_that_was_not_copied_is_not_removed(server: LyingServer, patient: Bucket) -> None:

@@ -340,13 +340,10 @@ def test_five_wrong_guesses_end_the_code_and_both_sides_know(macs: tuple[Mac, Ma
 
 
 @pytest.mark.long(2)
-def test_a_waiting_mac_is_listed_in_the_network_only_while_it_waits_and_if_it_says_so() -> None:
-    async def run() -> tuple[list[WaitingMac], list[WaitingMac]]:
-        async with announced("studio", "127.0.0.1:8643"):
-            during = await find(0.5, ["127.0.0.1"])
-        return during, await find(0.2, ["127.0.0.1"])
-
-    assert asyncio.run(run()) == ([WaitingMac("studio", "127.0.0.1:8643")], [])
+async def test_a_waiting_mac_is_listed_in_the_network_only_while_it_waits_and_if_it_says_so() -> None:
+    async with announced("studio", "127.0.0.1:8643"):
+        during = await find(0.5, ["127.0.0.1"])
+    assert (during, await find(0.2, ["127.0.0.1"])) == ([WaitingMac("studio", "127.0.0.1:8643")], [])
 
 
 @pytest.mark.parametrize(

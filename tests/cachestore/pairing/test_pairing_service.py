@@ -63,16 +63,13 @@ class Host:
             yield address
 
 
-def test_two_that_know_the_code_get_each_others_card() -> None:
-    async def run() -> None:
-        host = Host()
-        async with host.listening() as address:
-            assert await join(address, joining(), card_of(JOINER, "joiner")) == card_of(HOST, "host")
-            with pytest.raises(FailedPrecondition) as told:
-                await join(address, joining(), card_of(JOINER, "joiner"))
-        assert (host.pinned, host.refused) == ([card_of(JOINER, "joiner")], [told.value.reason])
-
-    asyncio.run(run())
+async def test_two_that_know_the_code_get_each_others_card() -> None:
+    host = Host()
+    async with host.listening() as address:
+        assert await join(address, joining(), card_of(JOINER, "joiner")) == card_of(HOST, "host")
+        with pytest.raises(FailedPrecondition) as told:
+            await join(address, joining(), card_of(JOINER, "joiner"))
+    assert (host.pinned, host.refused) == ([card_of(JOINER, "joiner")], [told.value.reason])
 
 
 def test_where_nobody_waits_the_address_is_said_and_not_grpcs_own_words() -> None:
@@ -84,44 +81,35 @@ def test_where_nobody_waits_the_address_is_said_and_not_grpcs_own_words() -> Non
     assert (told.value.message, told.value.reason) == (f"no `kvasir pair` answers at {address}", "PEER_UNAVAILABLE")
 
 
-def test_a_joiner_that_leaves_while_it_is_pinned_is_a_peer_that_the_host_knows() -> None:
-    async def run() -> None:
-        host = Host(pins_s=0.3)
-        async with host.listening() as address:
-            leaving = asyncio.create_task(join(address, joining(), card_of(JOINER, "joiner")))
-            await host.pinning.wait()
-            leaving.cancel()
-            await asyncio.sleep(0.6)
-        assert host.pinned == [card_of(JOINER, "joiner")]
-
-    asyncio.run(run())
+async def test_a_joiner_that_leaves_while_it_is_pinned_is_a_peer_that_the_host_knows() -> None:
+    host = Host(pins_s=0.3)
+    async with host.listening() as address:
+        leaving = asyncio.create_task(join(address, joining(), card_of(JOINER, "joiner")))
+        await host.pinning.wait()
+        leaving.cancel()
+        await asyncio.sleep(0.6)
+    assert host.pinned == [card_of(JOINER, "joiner")]
 
 
-def test_a_wrong_code_is_told_on_both_sides_and_the_right_one_still_works() -> None:
-    async def run() -> None:
-        host = Host()
-        async with host.listening() as address:
-            with pytest.raises(PermissionDenied, match="4 guesses") as told:
-                await join(address, joining(OTHER_CODE), card_of(JOINER, "joiner"))
-            assert host.refused == [told.value.reason] == ["PAIRING_REFUSED"]
-            await join(address, joining(), card_of(JOINER, "joiner"))
-        assert len(host.pinned) == 1
-
-    asyncio.run(run())
+async def test_a_wrong_code_is_told_on_both_sides_and_the_right_one_still_works() -> None:
+    host = Host()
+    async with host.listening() as address:
+        with pytest.raises(PermissionDenied, match="4 guesses") as told:
+            await join(address, joining(OTHER_CODE), card_of(JOINER, "joiner"))
+        assert host.refused == [told.value.reason] == ["PAIRING_REFUSED"]
+        await join(address, joining(), card_of(JOINER, "joiner"))
+    assert len(host.pinned) == 1
 
 
-def test_a_machine_in_the_middle_with_its_own_certificate_is_refused_and_both_hear_it() -> None:
-    async def run() -> None:
-        host, middle = Host(), Host(STRANGER, OTHER_CODE)
-        async with host.listening() as behind, middle.listening() as before:
-            with pytest.raises(PermissionDenied) as told:
-                await join(before, joining(), card_of(JOINER, "joiner"))
-            assert told.value.reason == "PAIRING_REFUSED"
-            with pytest.raises(PermissionDenied):
-                await join(behind, Joining(OTHER_CODE, STRANGER, secrets.token_bytes), card_of(STRANGER, "joiner"))
-        assert (host.pinned, middle.pinned, host.refused) == ([], [], ["PAIRING_REFUSED"])
-
-    asyncio.run(run())
+async def test_a_machine_in_the_middle_with_its_own_certificate_is_refused_and_both_hear_it() -> None:
+    host, middle = Host(), Host(STRANGER, OTHER_CODE)
+    async with host.listening() as behind, middle.listening() as before:
+        with pytest.raises(PermissionDenied) as told:
+            await join(before, joining(), card_of(JOINER, "joiner"))
+        assert told.value.reason == "PAIRING_REFUSED"
+        with pytest.raises(PermissionDenied):
+            await join(behind, Joining(OTHER_CODE, STRANGER, secrets.token_bytes), card_of(STRANGER, "joiner"))
+    assert (host.pinned, middle.pinned, host.refused) == ([], [], ["PAIRING_REFUSED"])
 
 
 class Relay(pairing_pb2_grpc.PairingServiceServicer):
@@ -194,18 +182,17 @@ def test_a_message_changed_on_the_way_pins_nobody_and_both_hear_it(side: str, st
         (None, Unavailable),
     ],
 )
-def test_nonsense_is_refused_and_costs_no_guess(first: pb.PairRequest | None, expected: type[KvasirError]) -> None:
-    async def run() -> None:
-        host = Host()
-        async with host.listening() as address, grpc.aio.insecure_channel(address) as channel:
-            call = pairing_pb2_grpc.PairingServiceStub(channel).Pair()  # type: ignore[no-untyped-call]
-            if first is not None:
-                await call.write(first)
-            await call.done_writing()
-            with pytest.raises(grpc.RpcError) as told:
-                await call.read()
-            assert isinstance(from_rpc_error(told.value), expected)
-        assert host.invitation.guesses_left == 5
-        assert len(host.refused) == 1
-
-    asyncio.run(run())
+async def test_nonsense_is_refused_and_costs_no_guess(
+    first: pb.PairRequest | None, expected: type[KvasirError]
+) -> None:
+    host = Host()
+    async with host.listening() as address, grpc.aio.insecure_channel(address) as channel:
+        call = pairing_pb2_grpc.PairingServiceStub(channel).Pair()  # type: ignore[no-untyped-call]
+        if first is not None:
+            await call.write(first)
+        await call.done_writing()
+        with pytest.raises(grpc.RpcError) as told:
+            await call.read()
+        assert isinstance(from_rpc_error(told.value), expected)
+    assert host.invitation.guesses_left == 5
+    assert len(host.refused) == 1

@@ -200,23 +200,20 @@ def test_a_lease_that_one_store_gave_is_held_renewed_wanted_taken_back_and_ended
     assert b.leases.acquire(NS, "ada", KV, "engine-3", 10).token.generation == later.generation + 1
 
 
-def test_what_waits_at_one_store_finds_that_a_lease_was_given_back_to_the_other(
+async def test_what_waits_at_one_store_finds_that_a_lease_was_given_back_to_the_other(
     stores: tuple[Lab, Store, Store],
 ) -> None:
-    async def test() -> None:
-        _, a, b = stores
-        publish(a, "ada", SyntheticAgent(SMALL, 1).turn(30), 0)
-        token = a.leases.acquire(NS, "ada", KV, "engine-1", 600).token
-        threads = StoreThreads(4)
-        deleting = asyncio.create_task(AioStore(b, threads).run_once_free(NS, "ada", None, b.agents.delete, "ada"))
-        await asyncio.sleep(3 * LOOK_S)
-        assert not deleting.done()
-        a.leases.release(NS, "ada", KV, token)
-        async with asyncio.timeout(30):
-            await deleting
-        threads.close()
-
-    asyncio.run(test())
+    _, a, b = stores
+    publish(a, "ada", SyntheticAgent(SMALL, 1).turn(30), 0)
+    token = a.leases.acquire(NS, "ada", KV, "engine-1", 600).token
+    threads = StoreThreads(4)
+    deleting = asyncio.create_task(AioStore(b, threads).run_once_free(NS, "ada", None, b.agents.delete, "ada"))
+    await asyncio.sleep(3 * LOOK_S)
+    assert not deleting.done()
+    a.leases.release(NS, "ada", KV, token)
+    async with asyncio.timeout(30):
+        await deleting
+    threads.close()
 
 
 @pytest.mark.long(4)
@@ -406,7 +403,7 @@ def test_no_agent_expires_early_where_another_machine_collects_from_now_on(
     assert b.care.expire_agents(ClockReading(now + 40 * day, 101.1 * day, "b")) == 1
 
 
-def test_a_move_whose_peer_reports_to_one_store_is_undone_by_the_other_once_it_is_silent(
+async def test_a_move_whose_peer_reports_to_one_store_is_undone_by_the_other_once_it_is_silent(
     stores: tuple[Lab, Store, Store],
 ) -> None:
     """The other one may look after the moves of both: it hears of the peer by the agent's row alone."""
@@ -414,34 +411,30 @@ def test_a_move_whose_peer_reports_to_one_store_is_undone_by_the_other_once_it_i
     publish(a, "ada", SyntheticAgent(SMALL, 1).turn(30), 0)
     entry = PeerSettings(name="studio", address="127.0.0.1:1", gives=("default=move",))
     peers, steady = Peers(lambda: PeerBook({"studio": entry})), lab.clock.steady
+    threads = StoreThreads()
+    one, other = (
+        HandingOver(AioStore(store, threads), peers, PeerLimits(steady), patience_s=30.0, steady=steady)
+        for store in (a, b)
+    )
 
-    async def scene() -> None:
-        threads = StoreThreads()
-        one, other = (
-            HandingOver(AioStore(store, threads), peers, PeerLimits(steady), patience_s=30.0, steady=steady)
-            for store in (a, b)
-        )
+    async def look() -> bool:
+        unfinished = b.owners.unfinished()
+        other.forget_all_but({(NS, "ada", known.peer) for _, _, known in unfinished})
+        for each in unfinished:
+            await other.undo_if_silent(*each)
+        return b.owners.of(NS, "ada").is_owned
 
-        async def look() -> bool:
-            unfinished = b.owners.unfinished()
-            other.forget_all_but({(NS, "ada", known.peer) for _, _, known in unfinished})
-            for each in unfinished:
-                await other.undo_if_silent(*each)
-            return b.owners.of(NS, "ada").is_owned
-
-        await one.offer(NS, "ada", "studio", "ab" * 8, 0, None)
+    await one.offer(NS, "ada", "studio", "ab" * 8, 0, None)
+    assert not await look()
+    await one.undo(NS, "ada", "studio", "ab" * 8)
+    assert await look()
+    lab.clock.pass_s(86_400)
+    for _ in range(10):
+        await one.offer(NS, "ada", "studio", "cd" * 8, 1, None)
         assert not await look()
-        await one.undo(NS, "ada", "studio", "ab" * 8)
-        assert await look()
-        lab.clock.pass_s(86_400)
-        for _ in range(10):
-            await one.offer(NS, "ada", "studio", "cd" * 8, 1, None)
-            assert not await look()
-            lab.clock.pass_s(5)
-        lab.clock.pass_s(20)
-        assert not await look()
-        lab.clock.pass_s(10)
-        assert await look()
-        threads.close()
-
-    asyncio.run(scene())
+        lab.clock.pass_s(5)
+    lab.clock.pass_s(20)
+    assert not await look()
+    lab.clock.pass_s(10)
+    assert await look()
+    threads.close()

@@ -155,19 +155,16 @@ def test_replayed_bytes_of_moves_and_copies_change_no_owner_and_no_memory(tmp_pa
 
 
 @pytest.mark.long(3)
-def test_a_source_whose_old_answers_are_replayed_gives_nothing(tmp_path: Path) -> None:
-    async def run() -> None:
-        with tempfile.TemporaryDirectory(prefix="kv") as sockets:
-            async with lives(tmp_path / "stores", Path(sockets), "claim", cuts=False) as here:
-                before = here.kept()
-                calls = [call for call in here.calls["work"] if (call.by, call.at) == (NEW, OLD)]
-                async with served(Replayed(calls), Path(sockets) / "replayed") as address:
-                    reach(here.stores[NEW], OLD, address)
-                    with pytest.raises(KvasirError) as refused:
-                        await here.stores[NEW].owner.move_agent("work", from_peer=OLD)
-                    assert refused.value.reason == "OWNER_NEWER"
-                assert here.kept() == before
-                reach(here.stores[NEW], OLD, here.wires[NEW, OLD].proxy.address)
-                await here.check_moves_still({"work": OLD})
-
-    asyncio.run(run())
+async def test_a_source_whose_old_answers_are_replayed_gives_nothing(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="kv") as sockets:
+        async with lives(tmp_path / "stores", Path(sockets), "claim", cuts=False) as here:
+            before = here.kept()
+            calls = [call for call in here.calls["work"] if (call.by, call.at) == (NEW, OLD)]
+            async with served(Replayed(calls), Path(sockets) / "replayed") as address:
+                reach(here.stores[NEW], OLD, address)
+                with pytest.raises(KvasirError) as refused:
+                    await here.stores[NEW].owner.move_agent("work", from_peer=OLD)
+                assert refused.value.reason == "OWNER_NEWER"
+            assert here.kept() == before
+            reach(here.stores[NEW], OLD, here.wires[NEW, OLD].proxy.address)
+            await here.check_moves_still({"work": OLD})

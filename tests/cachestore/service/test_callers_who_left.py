@@ -169,27 +169,24 @@ def test_a_caller_who_leaves_while_an_engine_has_the_lease_takes_nothing_back(
         asyncio.run(scene(running.address))
 
 
-def test_a_caller_who_leaves_takes_a_waiting_call_away_and_a_begun_one_ends() -> None:
-    async def scene() -> None:
-        threads, go_on, done = StoreThreads(1), threading.Event(), list[str]()
+async def test_a_caller_who_leaves_takes_a_waiting_call_away_and_a_begun_one_ends() -> None:
+    threads, go_on, done = StoreThreads(1), threading.Event(), list[str]()
 
-        def work(name: str) -> None:
-            assert go_on.wait(20)
-            done.append(name)
+    def work(name: str) -> None:
+        assert go_on.wait(20)
+        done.append(name)
 
-        calls = [asyncio.create_task(threads.run_if_awaited("a", work, name)) for name in ("begun", "left", "stays")]
-        await asyncio.sleep(0.05)
-        calls[1].cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await calls[1]
-        calls[0].cancel()
-        await asyncio.sleep(0.05)
-        assert not calls[0].done()
-        go_on.set()
-        await asyncio.wait(calls)
-        assert calls[0].cancelled()
-        assert done == ["begun", "stays"]
-        assert threads.room.held_units == 0
-        threads.close()
-
-    asyncio.run(scene())
+    calls = [asyncio.create_task(threads.run_if_awaited("a", work, name)) for name in ("begun", "left", "stays")]
+    await asyncio.sleep(0.05)
+    calls[1].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calls[1]
+    calls[0].cancel()
+    await asyncio.sleep(0.05)
+    assert not calls[0].done()
+    go_on.set()
+    await asyncio.wait(calls)
+    assert calls[0].cancelled()
+    assert done == ["begun", "stays"]
+    assert threads.room.held_units == 0
+    threads.close()

@@ -212,25 +212,20 @@ def test_a_fleet_in_which_nothing_is_committed_any_more_is_a_problem(monkeypatch
     assert left == [None]
 
 
-def test_faults_wait_until_a_third_of_them_is_acknowledged_commits(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_faults_wait_until_a_third_of_them_is_acknowledged_commits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nemesis, "_STORM_S", 0.05)
     monkeypatch.setattr(nemesis, "_CALM_S", 0.05)
     commits = 0
     targets = [_Target("a"), _Target("b")]
     breaking = Nemesis(targets, 1, lambda: commits)
-
-    async def scene() -> None:
-        nonlocal commits
-        running = asyncio.create_task(breaking.run(10_000, until_s=time.monotonic() + 60))
-        await asyncio.sleep(0.6)
-        held = breaking.faults
-        await asyncio.sleep(0.6)
-        assert 0 < breaking.faults == held
-        assert all(each.looks for each in targets)
-        commits = 1000
-        while breaking.faults == held:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-
-    asyncio.run(scene())
+    running = asyncio.create_task(breaking.run(10_000, until_s=time.monotonic() + 60))
+    await asyncio.sleep(0.6)
+    held = breaking.faults
+    await asyncio.sleep(0.6)
+    assert 0 < breaking.faults == held
+    assert all(each.looks for each in targets)
+    commits = 1000
+    while breaking.faults == held:  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)

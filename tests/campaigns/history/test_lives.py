@@ -169,14 +169,11 @@ def test_a_stream_that_was_removed_is_excused_behind_a_proxy_alone(is_door: bool
         ([("1", ""), ("1 2", "1 2")], "turn 2 knows [1], which was taken back before it began"),
     ],
 )
-def test_a_turn_is_judged_by_the_words_of_its_prompt(turns: list[tuple[str, str]], problem: str) -> None:
-    async def played() -> list[str]:
-        world = _Answers(turns)
-        lives = _lives(world)
-        lives.store = world  # type: ignore[assignment]
-        life = Life(lives, "ada")
-        for _ in turns:
-            await life.turn()
-        return life.history.problems
-
-    assert asyncio.run(played())[:1] == ([problem] if problem else [])
+async def test_a_turn_is_judged_by_the_words_of_its_prompt(turns: list[tuple[str, str]], problem: str) -> None:
+    world = _Answers(turns)
+    lives = _lives(world)
+    lives.store = world  # type: ignore[assignment]
+    life = Life(lives, "ada")
+    for _ in turns:
+        await life.turn()
+    assert (life.history.problems)[:1] == ([problem] if problem else [])

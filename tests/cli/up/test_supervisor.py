@@ -118,213 +118,172 @@ async def eventually(claim, within_s: float = 60) -> None:
         await asyncio.sleep(0.02)
 
 
-def test_services_start_together_and_stop_in_reverse(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        group = Group(tmp_path, {"store": LATE, "engine": SERVER, "http": SERVER})
-        run = group.begin()
-        await asyncio.wait_for(group.started.wait(), 20)
-        group.supervisor.stop()
-        await run
-        assert sorted(group.order()[:3]) == ["engine started", "http started", "store started"]
-        assert group.order()[3:] == ["http stopped", "engine stopped", "store stopped"]
-
-    asyncio.run(scenario())
+async def test_services_start_together_and_stop_in_reverse(tmp_path: Path) -> None:
+    group = Group(tmp_path, {"store": LATE, "engine": SERVER, "http": SERVER})
+    run = group.begin()
+    await asyncio.wait_for(group.started.wait(), 20)
+    group.supervisor.stop()
+    await run
+    assert sorted(group.order()[:3]) == ["engine started", "http started", "store started"]
+    assert group.order()[3:] == ["http stopped", "engine stopped", "store stopped"]
 
 
-def test_a_killed_service_is_started_again(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        group = Group(tmp_path, {"store": SERVER})
-        run = group.begin()
-        await asyncio.wait_for(group.started.wait(), 20)
-        first = group.supervisor.pid("store")
-        os.kill(first, signal.SIGKILL)
-        await eventually(lambda: group.supervisor.pid("store") not in (0, first))
-        assert any("SIGKILL" in line for line in group.said)
-        second = group.supervisor.pid("store")
-        group.supervisor.stop()
-        await run
-        assert not process_exists(second)
-
-    asyncio.run(scenario())
+async def test_a_killed_service_is_started_again(tmp_path: Path) -> None:
+    group = Group(tmp_path, {"store": SERVER})
+    run = group.begin()
+    await asyncio.wait_for(group.started.wait(), 20)
+    first = group.supervisor.pid("store")
+    os.kill(first, signal.SIGKILL)
+    await eventually(lambda: group.supervisor.pid("store") not in (0, first))
+    assert any("SIGKILL" in line for line in group.said)
+    second = group.supervisor.pid("store")
+    group.supervisor.stop()
+    await run
+    assert not process_exists(second)
 
 
-def test_a_killed_store_is_not_started_again_in_a_mount_point_that_lost_its_disk(tmp_path: Path) -> None:
+async def test_a_killed_store_is_not_started_again_in_a_mount_point_that_lost_its_disk(tmp_path: Path) -> None:
     """It would begin an empty store there."""
     data = tmp_path / "data"
     data.mkdir()
     (data / "kvasir.sqlite3").touch()
     store = ServiceProcess("store", Endpoint("unix:/none"), tmp_path / "log", {"data_dir": data}).service()
-
-    async def scenario() -> None:
-        group = Group(tmp_path, {"store": SERVER}, has_data=store.has_data)
-        run = group.begin()
-        await asyncio.wait_for(group.started.wait(), 20)
-        for is_mounted in (True, False):
-            first = group.supervisor.pid("store")
-            if not is_mounted:
-                (data / "kvasir.sqlite3").unlink()
-            os.kill(first, signal.SIGKILL)
-            if is_mounted:
-                await eventually(lambda: len(group.order()) == 2)
-        with pytest.raises(Unavailable, match="times within"):
-            await asyncio.wait_for(run, 20)
-        assert group.order() == ["store started"] * 2
-        assert "store is not started: its data are gone; is its disk mounted?" in group.said
-
-    asyncio.run(scenario())
-
-
-def test_a_hangup_that_comes_while_a_service_begins_is_heard_when_it_can_be(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        group = Group(tmp_path, {"store": HEARS})
-        run = group.begin()
-        await eventually(lambda: group.supervisor.pid("store") != 0)
-        os.kill(group.supervisor.pid("store"), signal.SIGHUP)
-        (tmp_path / "go").touch()
-        await asyncio.wait_for(group.started.wait(), 20)
-        await eventually(lambda: (tmp_path / "heard").exists())
-        assert signal.SIGHUP not in signal.pthread_sigmask(signal.SIG_BLOCK, ()), "its own ends the supervisor"
-        group.supervisor.stop()
-        await run
-        assert not any("SIGHUP" in line for line in group.said), group.said
-
-    asyncio.run(scenario())
-
-
-def test_a_crash_while_the_disk_is_full_is_mended_like_any_other(tmp_path: Path) -> None:
-    """Neither the line about it nor the file of the new pids can be written then."""
-
-    async def scenario() -> None:
-        is_full = False
-
-        written = []
-
-        def write(*_: object) -> None:
-            written.append(group.supervisor.pid("engine"))
-            if is_full:
-                raise OSError(errno.ENOSPC, "No space left on device")
-
-        group = Group(tmp_path, {"store": SERVER, "engine": SERVER}, say=write)
-        run = group.begin(write)
-        await asyncio.wait_for(group.started.wait(), 20)
-        is_full = True
-        first = group.supervisor.pid("engine")
+    group = Group(tmp_path, {"store": SERVER}, has_data=store.has_data)
+    run = group.begin()
+    await asyncio.wait_for(group.started.wait(), 20)
+    for is_mounted in (True, False):
+        first = group.supervisor.pid("store")
+        if not is_mounted:
+            (data / "kvasir.sqlite3").unlink()
         os.kill(first, signal.SIGKILL)
-        await eventually(lambda: group.supervisor.pid("engine") not in (0, first) or run.done())
-        await asyncio.sleep(0.2)
-        assert not run.done()
-        is_full = False
-        written.clear()
-        await eventually(lambda: group.supervisor.pid("engine") in written)
-        group.supervisor.stop()
+        if is_mounted:
+            await eventually(lambda: len(group.order()) == 2)
+    with pytest.raises(Unavailable, match="times within"):
+        await asyncio.wait_for(run, 20)
+    assert group.order() == ["store started"] * 2
+    assert "store is not started: its data are gone; is its disk mounted?" in group.said
+
+
+async def test_a_hangup_that_comes_while_a_service_begins_is_heard_when_it_can_be(tmp_path: Path) -> None:
+    group = Group(tmp_path, {"store": HEARS})
+    run = group.begin()
+    await eventually(lambda: group.supervisor.pid("store") != 0)
+    os.kill(group.supervisor.pid("store"), signal.SIGHUP)
+    (tmp_path / "go").touch()
+    await asyncio.wait_for(group.started.wait(), 20)
+    await eventually(lambda: (tmp_path / "heard").exists())
+    assert signal.SIGHUP not in signal.pthread_sigmask(signal.SIG_BLOCK, ()), "its own ends the supervisor"
+    group.supervisor.stop()
+    await run
+    assert not any("SIGHUP" in line for line in group.said), group.said
+
+
+async def test_a_crash_while_the_disk_is_full_is_mended_like_any_other(tmp_path: Path) -> None:
+    """Neither the line about it nor the file of the new pids can be written then."""
+    is_full = False
+
+    written = []
+
+    def write(*_: object) -> None:
+        written.append(group.supervisor.pid("engine"))
+        if is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    group = Group(tmp_path, {"store": SERVER, "engine": SERVER}, say=write)
+    run = group.begin(write)
+    await asyncio.wait_for(group.started.wait(), 20)
+    is_full = True
+    first = group.supervisor.pid("engine")
+    os.kill(first, signal.SIGKILL)
+    await eventually(lambda: group.supervisor.pid("engine") not in (0, first) or run.done())
+    await asyncio.sleep(0.2)
+    assert not run.done()
+    is_full = False
+    written.clear()
+    await eventually(lambda: group.supervisor.pid("engine") in written)
+    group.supervisor.stop()
+    await run
+
+
+async def test_a_service_that_cannot_be_begun_again_ends_the_group_in_words(tmp_path: Path) -> None:
+    group = Group(tmp_path, {"store": SERVER})
+    run = group.begin()
+    await asyncio.wait_for(group.started.wait(), 20)
+    log = tmp_path / "store.log"
+    log.unlink()
+    log.mkdir()  # no process gets it as its log
+    os.kill(group.supervisor.pid("store"), signal.SIGKILL)
+    with pytest.raises(Unavailable, match="times within"):
         await run
 
-    asyncio.run(scenario())
+
+async def test_a_service_that_hangs_is_told_and_left_alone(tmp_path: Path) -> None:
+    group = Group(tmp_path, {"engine": SERVER})
+    run = group.begin()
+    await asyncio.wait_for(group.started.wait(), 20)
+    pid = group.supervisor.pid("engine")
+    (tmp_path / "engine").unlink()  # it is not ready any more
+    await eventually(lambda: any(f"kill -9 {pid}" in line for line in group.said))
+    (tmp_path / "engine").touch()
+    await eventually(lambda: "engine answers again" in group.said)
+    assert group.supervisor.pid("engine") == pid
+    assert sum("has not answered" in line for line in group.said) == 1, "once, not at every look"
+    group.supervisor.stop()
+    await run
 
 
-def test_a_service_that_cannot_be_begun_again_ends_the_group_in_words(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        group = Group(tmp_path, {"store": SERVER})
-        run = group.begin()
-        await asyncio.wait_for(group.started.wait(), 20)
-        log = tmp_path / "store.log"
-        log.unlink()
-        log.mkdir()  # no process gets it as its log
-        os.kill(group.supervisor.pid("store"), signal.SIGKILL)
-        with pytest.raises(Unavailable, match="times within"):
-            await run
-
-    asyncio.run(scenario())
+async def test_a_service_that_cannot_start_ends_the_group_with_its_last_words(tmp_path: Path) -> None:
+    group = Group(tmp_path, {"store": SERVER, "engine": DIES})
+    with pytest.raises(Unavailable, match="the model is not there") as failed:
+        await group.begin()
+    assert failed.value.reason == "SERVICE_DID_NOT_START"
+    assert group.order() == ["store started", "store stopped"]
 
 
-def test_a_service_that_hangs_is_told_and_left_alone(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        group = Group(tmp_path, {"engine": SERVER})
-        run = group.begin()
-        await asyncio.wait_for(group.started.wait(), 20)
-        pid = group.supervisor.pid("engine")
-        (tmp_path / "engine").unlink()  # it is not ready any more
-        await eventually(lambda: any(f"kill -9 {pid}" in line for line in group.said))
-        (tmp_path / "engine").touch()
-        await eventually(lambda: "engine answers again" in group.said)
-        assert group.supervisor.pid("engine") == pid
-        assert sum("has not answered" in line for line in group.said) == 1, "once, not at every look"
-        group.supervisor.stop()
+async def test_a_service_that_cannot_start_is_told_while_another_is_not_ready(tmp_path: Path) -> None:
+    slow, ended = "import time; time.sleep(60)", "raise SystemExit('the model is not there')"
+    group = Group(tmp_path, {"store": slow, "engine": ended}, ready_within_s=5)
+    with pytest.raises(Unavailable, match=r"engine ended with exit code 1 .* the model is not there"):
+        await group.begin()
+    assert group.supervisor.pid("store") == 0
+
+
+async def test_last_words_are_those_of_this_start_and_no_earlier_one(tmp_path: Path) -> None:
+    (tmp_path / "engine.log").write_text("what went wrong yesterday\n")
+    with pytest.raises(Unavailable, match="today") as failed:
+        await Group(tmp_path, {"engine": "raise SystemExit('today')"}).begin()
+    assert "yesterday" not in failed.value.message
+
+
+async def test_a_service_that_crashes_again_and_again_ends_the_group(tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("ready before it runs, so that each start counts as one")
+    group = Group(tmp_path, {"store": "print('out of luck', flush=True)"})
+    with pytest.raises(Unavailable, match=r"4 times within 30 s.*out of luck"):
+        await asyncio.wait_for(group.begin(), 30)
+
+
+async def test_a_service_that_never_gets_ready_is_killed(tmp_path: Path) -> None:
+    group = Group(tmp_path, {"engine": STUBBORN}, ready_within_s=0.5)
+    run = group.begin()
+    await eventually(lambda: group.supervisor.pid("engine") != 0)
+    pid = group.supervisor.pid("engine")
+    with pytest.raises(Unavailable, match=r"not ready within 0\.5 s"):
         await run
-
-    asyncio.run(scenario())
-
-
-def test_a_service_that_cannot_start_ends_the_group_with_its_last_words(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        group = Group(tmp_path, {"store": SERVER, "engine": DIES})
-        with pytest.raises(Unavailable, match="the model is not there") as failed:
-            await group.begin()
-        assert failed.value.reason == "SERVICE_DID_NOT_START"
-        assert group.order() == ["store started", "store stopped"]
-
-    asyncio.run(scenario())
+    assert not process_exists(pid)
 
 
-def test_a_service_that_cannot_start_is_told_while_another_is_not_ready(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        slow, ended = "import time; time.sleep(60)", "raise SystemExit('the model is not there')"
-        group = Group(tmp_path, {"store": slow, "engine": ended}, ready_within_s=5)
-        with pytest.raises(Unavailable, match=r"engine ended with exit code 1 .* the model is not there"):
-            await group.begin()
-        assert group.supervisor.pid("store") == 0
-
-    asyncio.run(scenario())
-
-
-def test_last_words_are_those_of_this_start_and_no_earlier_one(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        (tmp_path / "engine.log").write_text("what went wrong yesterday\n")
-        with pytest.raises(Unavailable, match="today") as failed:
-            await Group(tmp_path, {"engine": "raise SystemExit('today')"}).begin()
-        assert "yesterday" not in failed.value.message
-
-    asyncio.run(scenario())
-
-
-def test_a_service_that_crashes_again_and_again_ends_the_group(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        (tmp_path / "store").write_text("ready before it runs, so that each start counts as one")
-        group = Group(tmp_path, {"store": "print('out of luck', flush=True)"})
-        with pytest.raises(Unavailable, match=r"4 times within 30 s.*out of luck"):
-            await asyncio.wait_for(group.begin(), 30)
-
-    asyncio.run(scenario())
-
-
-def test_a_service_that_never_gets_ready_is_killed(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        group = Group(tmp_path, {"engine": STUBBORN}, ready_within_s=0.5)
-        run = group.begin()
-        await eventually(lambda: group.supervisor.pid("engine") != 0)
-        pid = group.supervisor.pid("engine")
-        with pytest.raises(Unavailable, match=r"not ready within 0\.5 s"):
-            await run
-        assert not process_exists(pid)
-
-    asyncio.run(scenario())
-
-
-def test_a_service_that_ignores_the_stop_is_killed_after_its_grace(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        (tmp_path / "engine").write_text("ready")
-        group = Group(tmp_path, {"engine": STUBBORN}, grace_s=0.3)
-        run = group.begin()
-        await asyncio.wait_for(group.started.wait(), 20)
-        pid = group.supervisor.pid("engine")
-        await eventually(lambda: last_lines(tmp_path / "engine.log") == ["here"])
-        group.supervisor.stop()
-        await run
-        assert not process_exists(pid)
-        assert any("is killed" in line for line in group.said)
-        assert group.supervisor.killed == ["engine"]
-
-    asyncio.run(scenario())
+async def test_a_service_that_ignores_the_stop_is_killed_after_its_grace(tmp_path: Path) -> None:
+    (tmp_path / "engine").write_text("ready")
+    group = Group(tmp_path, {"engine": STUBBORN}, grace_s=0.3)
+    run = group.begin()
+    await asyncio.wait_for(group.started.wait(), 20)
+    pid = group.supervisor.pid("engine")
+    await eventually(lambda: last_lines(tmp_path / "engine.log") == ["here"])
+    group.supervisor.stop()
+    await run
+    assert not process_exists(pid)
+    assert any("is killed" in line for line in group.said)
+    assert group.supervisor.killed == ["engine"]
 
 
 BUSY = (
@@ -337,19 +296,16 @@ BUSY = (
 
 
 @pytest.mark.long(3)
-def test_a_service_that_says_it_goes_on_is_waited_for(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        (tmp_path / "engine").write_text("ready")
-        group = Group(tmp_path, {"engine": BUSY}, grace_s=1.5)  # half of what it takes
-        run = group.begin()
-        await asyncio.wait_for(group.started.wait(), 20)
-        await eventually(lambda: last_lines(tmp_path / "engine.log") == ["here"])
-        group.supervisor.stop()
-        await run
-        assert last_lines(tmp_path / "engine.log")[-1] == "stored"
-        assert not any("is killed" in line for line in group.said)
-
-    asyncio.run(scenario())
+async def test_a_service_that_says_it_goes_on_is_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "engine").write_text("ready")
+    group = Group(tmp_path, {"engine": BUSY}, grace_s=1.5)  # half of what it takes
+    run = group.begin()
+    await asyncio.wait_for(group.started.wait(), 20)
+    await eventually(lambda: last_lines(tmp_path / "engine.log") == ["here"])
+    group.supervisor.stop()
+    await run
+    assert last_lines(tmp_path / "engine.log")[-1] == "stored"
+    assert not any("is killed" in line for line in group.said)
 
 
 def test_patience_has_an_end_though_the_log_grows(tmp_path: Path) -> None:
@@ -363,19 +319,16 @@ def test_patience_has_an_end_though_the_log_grows(tmp_path: Path) -> None:
     assert 0.5 <= time.monotonic() - began < 5
 
 
-def test_a_stop_during_the_start_ends_what_had_started(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        group = Group(tmp_path, {"store": SERVER, "engine": "import time; time.sleep(60)"})
-        run = group.begin()
-        await eventually(lambda: group.supervisor.pid("engine") != 0 and (tmp_path / "store").exists())
-        pid = group.supervisor.pid("engine")
-        group.supervisor.stop()
-        await run
-        assert not group.started.is_set()
-        assert not process_exists(pid)
-        assert group.order() == ["store started", "store stopped"]
-
-    asyncio.run(scenario())
+async def test_a_stop_during_the_start_ends_what_had_started(tmp_path: Path) -> None:
+    group = Group(tmp_path, {"store": SERVER, "engine": "import time; time.sleep(60)"})
+    run = group.begin()
+    await eventually(lambda: group.supervisor.pid("engine") != 0 and (tmp_path / "store").exists())
+    pid = group.supervisor.pid("engine")
+    group.supervisor.stop()
+    await run
+    assert not group.started.is_set()
+    assert not process_exists(pid)
+    assert group.order() == ["store started", "store stopped"]
 
 
 def test_delays_double_up_to_a_limit() -> None:
@@ -409,17 +362,14 @@ time.sleep(60)
 """
 
 
-def test_warnings_of_a_service_are_said(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        (tmp_path / "store").write_text("ready")
-        group = Group(tmp_path, {"store": WARNER})
-        run = group.begin()
-        await eventually(lambda: any("disk.nearly_full free_bytes=7" in line for line in group.said))
-        group.supervisor.stop()
-        await run
-        assert not any("nothing.happened" in line for line in group.said)
-
-    asyncio.run(scenario())
+async def test_warnings_of_a_service_are_said(tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("ready")
+    group = Group(tmp_path, {"store": WARNER})
+    run = group.begin()
+    await eventually(lambda: any("disk.nearly_full free_bytes=7" in line for line in group.said))
+    group.supervisor.stop()
+    await run
+    assert not any("nothing.happened" in line for line in group.said)
 
 
 def test_a_watched_log_gives_each_line_once_and_survives_being_put_aside(tmp_path: Path) -> None:

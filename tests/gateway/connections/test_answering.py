@@ -132,36 +132,30 @@ def test_strangers_have_the_places_of_one_namespace_and_pages_of_key_holders_wai
     asyncio.run(crowd())
 
 
-def test_a_namespace_has_one_place_while_another_was_here() -> None:
-    async def scene() -> None:
-        places = Rooms(CROWD, 1 << 20).answering
-        await places.wait_for("modest", 1)
-        places.give_back("modest", 1)
-        assert [places.take_if_fits("greedy", 1) for _ in range(2)] == [True, False]
-
-    asyncio.run(scene())
+async def test_a_namespace_has_one_place_while_another_was_here() -> None:
+    places = Rooms(CROWD, 1 << 20).answering
+    await places.wait_for("modest", 1)
+    places.give_back("modest", 1)
+    assert [places.take_if_fits("greedy", 1) for _ in range(2)] == [True, False]
 
 
-def test_health_checks_that_wait_share_one_answer() -> None:
-    async def crowd() -> None:
-        stats, opens = list[None](), asyncio.Event()
+async def test_health_checks_that_wait_share_one_answer() -> None:
+    stats, opens = list[None](), asyncio.Event()
 
-        async def get_stats() -> pb.GetStatsResponse:
-            stats.append(None)
-            await opens.wait()
-            return pb.GetStatsResponse(model="m", store_is_reachable=True)
+    async def get_stats() -> pb.GetStatsResponse:
+        stats.append(None)
+        await opens.wait()
+        return pb.GetStatsResponse(model="m", store_is_reachable=True)
 
-        link = EngineLink([SimpleNamespace(get_stats=get_stats, peers={})], None, {})  # type: ignore[arg-type, list-item]
-        asking = [asyncio.create_task(link.wellness()) for _ in range(CROWD)]
-        await _nothing_moves()
-        asking.pop(0).cancel()  # one caller leaves
-        opens.set()
-        assert all(wellness.http_status == 200 for wellness in await asyncio.gather(*asking))
-        assert len(stats) == 1
-        assert (await link.wellness()).http_status == 200
-        assert len(stats) == 2
-
-    asyncio.run(crowd())
+    link = EngineLink([SimpleNamespace(get_stats=get_stats, peers={})], None, {})  # type: ignore[arg-type, list-item]
+    asking = [asyncio.create_task(link.wellness()) for _ in range(CROWD)]
+    await _nothing_moves()
+    asking.pop(0).cancel()  # one caller leaves
+    opens.set()
+    assert all(wellness.http_status == 200 for wellness in await asyncio.gather(*asking))
+    assert len(stats) == 1
+    assert (await link.wellness()).http_status == 200
+    assert len(stats) == 2
 
 
 def test_a_deletion_that_waits_for_a_lease_keeps_no_other_request_from_beginning() -> None:
@@ -177,34 +171,26 @@ def test_a_deletion_that_waits_for_a_lease_keeps_no_other_request_from_beginning
 
 
 @pytest.mark.usefixtures("patient_reads")
-def test_a_place_is_given_back_when_the_answer_is_known_and_a_change_keeps_it_for_its_first_steps_alone() -> None:
+async def test_a_place_is_given_back_when_the_answer_is_known_and_a_change_keeps_it_for_its_first_steps_alone() -> None:
     rooms = Rooms(10, 1 << 20)
-
-    async def lives() -> None:
-        changing, reading, refused = (RequestRoom(rooms) for _ in range(3))
-        for room in (changing, reading, refused):
-            room.admit("n")
-        await changing.loop_turn.begin(changing.namespace, is_read=False)
-        await reading.loop_turn.begin(reading.namespace, is_read=True)
-        assert rooms.answering.held_units == 2
-        await asyncio.sleep(3 * LOOK_S)
-        assert rooms.answering.held_units == 1
-        for room in (changing, reading, refused):
-            room.answered()
-        assert rooms.answering.held_units == 0
-
-    asyncio.run(lives())
+    changing, reading, refused = (RequestRoom(rooms) for _ in range(3))
+    for room in (changing, reading, refused):
+        room.admit("n")
+    await changing.loop_turn.begin(changing.namespace, is_read=False)
+    await reading.loop_turn.begin(reading.namespace, is_read=True)
+    assert rooms.answering.held_units == 2
+    await asyncio.sleep(3 * LOOK_S)
+    assert rooms.answering.held_units == 1
+    for room in (changing, reading, refused):
+        room.answered()
+    assert rooms.answering.held_units == 0
 
 
-def test_a_read_of_an_engine_that_hangs_keeps_its_place_shortly() -> None:
+async def test_a_read_of_an_engine_that_hangs_keeps_its_place_shortly() -> None:
     rooms = Rooms(10, 1 << 20)
-
-    async def hangs() -> None:
-        reading = RequestRoom(rooms)
-        reading.admit("n")
-        await reading.loop_turn.begin(reading.namespace, is_read=True)
-        assert rooms.answering.held_units == 1
-        await asyncio.sleep(3 * PAUSE_S)
-        assert rooms.answering.held_units == 0
-
-    asyncio.run(hangs())
+    reading = RequestRoom(rooms)
+    reading.admit("n")
+    await reading.loop_turn.begin(reading.namespace, is_read=True)
+    assert rooms.answering.held_units == 1
+    await asyncio.sleep(3 * PAUSE_S)
+    assert rooms.answering.held_units == 0

@@ -112,20 +112,16 @@ async def post(app: Any, path: str, body: object, left: asyncio.Event, method: s
     return answered[0]["status"], b"".join(message.get("body", b"") for message in answered)
 
 
-def test_a_look_up_ends_when_its_reader_leaves() -> None:
+async def test_a_look_up_ends_when_its_reader_leaves() -> None:
     chat = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
-
-    async def leave() -> int:
-        engine, left = PlayedEngine(), asyncio.Event()
-        asked = asyncio.create_task(
-            post(app_before(engine), "/v1/chat/completions", {"model": "m", "messages": chat}, left)
-        )
-        await asyncio.wait_for(engine.listing.wait(), 5)
-        left.set()
-        await asyncio.wait_for(engine.was_cancelled.wait(), 5)
-        return (await asked)[0]
-
-    assert asyncio.run(leave()) == 499
+    engine, left = PlayedEngine(), asyncio.Event()
+    asked = asyncio.create_task(
+        post(app_before(engine), "/v1/chat/completions", {"model": "m", "messages": chat}, left)
+    )
+    await asyncio.wait_for(engine.listing.wait(), 5)
+    left.set()
+    await asyncio.wait_for(engine.was_cancelled.wait(), 5)
+    assert (await asked)[0] == 499
 
 
 def test_a_list_of_agents_is_written_beside_the_loop_as_it_was_within_it(monkeypatch: pytest.MonkeyPatch) -> None:

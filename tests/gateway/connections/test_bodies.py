@@ -129,7 +129,7 @@ def test_counting_takes_less_memory_than_the_body(body: bytes) -> None:
         tracemalloc.stop()
 
 
-def test_a_large_body_is_read_by_another_thread_and_namespaces_take_turns() -> None:
+async def test_a_large_body_is_read_by_another_thread_and_namespaces_take_turns() -> None:
     rooms, order, threads = Rooms(10, 1 << 30), [], set()
     data = b" " * (1 << 20)
 
@@ -145,10 +145,7 @@ def test_a_large_body_is_read_by_another_thread_and_namespaces_take_turns() -> N
         await room.parsed(bytearray(data), parse)
         room.release()
 
-    async def all_of_them() -> None:
-        await asyncio.gather(*(one("greedy") for _ in range(4)), one("modest"))
-
-    asyncio.run(all_of_them())
+    await asyncio.gather(*(one("greedy") for _ in range(4)), one("modest"))
     assert order.index("modest") <= 2
     assert threading.current_thread() not in threads
     assert (rooms.requests.held_by_all, rooms.bodies.held_by_all, rooms.reading.held_units) == (0, 0, 0)
@@ -314,15 +311,11 @@ def test_texts_that_a_body_refers_to_are_billed_when_they_are_read_and_once() ->
 
 
 @pytest.mark.parametrize(("earlier_bytes", "is_beside"), [(10_000, False), (20_000, True)])
-def test_a_request_of_long_earlier_texts_is_made_by_the_thread(earlier_bytes: int, is_beside: bool) -> None:
+async def test_a_request_of_long_earlier_texts_is_made_by_the_thread(earlier_bytes: int, is_beside: bool) -> None:
     room = RequestRoom(Rooms(10, 1 << 20))
-
-    async def made_by() -> threading.Thread:
-        await room.read(_sending([100]), 200)
-        room.bill_earlier(earlier_bytes)
-        return await room.made(threading.current_thread)
-
-    assert (asyncio.run(made_by()) is not threading.main_thread()) == is_beside
+    await room.read(_sending([100]), 200)
+    room.bill_earlier(earlier_bytes)
+    assert (await room.made(threading.current_thread) is not threading.main_thread()) == is_beside
 
 
 def test_there_is_a_thread_for_each_large_request_that_bodies_room_admits() -> None:

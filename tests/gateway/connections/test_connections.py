@@ -136,7 +136,7 @@ _LARGE = _ASKED.replace(b"GET", b"POST")[:-2] + b"content-length: 150000\r\n\r\n
 
 
 @pytest.mark.parametrize("behind", [[_ASKED], [_ASKED] * 3, [_LARGE]], ids=["one", "some", "more than is read"])
-def test_requests_behind_another_do_not_hide_that_the_reader_left(behind: list[bytes]) -> None:
+async def test_requests_behind_another_do_not_hide_that_the_reader_left(behind: list[bytes]) -> None:
     async def app(scope: Any, receive: Any, _send: Any) -> None:
         if scope["path"] == "/slow":
             begun.set()
@@ -145,21 +145,18 @@ def test_requests_behind_another_do_not_hide_that_the_reader_left(behind: list[b
             left.set()
         seen.append(scope["path"])
 
-    async def leave() -> None:
-        async with connections_to(app) as (port, _):
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(_ASKED.replace(b"GET /", b"GET /slow", 1))
-            await begun.wait()
-            for each in behind:
-                writer.write(each)
-                await writer.drain()
-                await asyncio.sleep(0.02)
-            writer.close()
-            await asyncio.wait_for(left.wait(), 5)
-
     seen: list[str] = []
     begun, left = asyncio.Event(), asyncio.Event()
-    asyncio.run(leave())
+    async with connections_to(app) as (port, _):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(_ASKED.replace(b"GET /", b"GET /slow", 1))
+        await begun.wait()
+        for each in behind:
+            writer.write(each)
+            await writer.drain()
+            await asyncio.sleep(0.02)
+        writer.close()
+        await asyncio.wait_for(left.wait(), 5)
     assert seen == ["/slow"], "the others are not begun"
 
 
@@ -256,21 +253,18 @@ def test_a_large_piece_of_a_body_is_neither_copied_nor_a_reason_to_stop_reading(
         asyncio.run(pieces())
 
 
-def test_a_gateway_at_rest_does_not_wake(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_gateway_at_rest_does_not_wake(monkeypatch: pytest.MonkeyPatch) -> None:
     async def wakes(_seconds: float) -> None:
         raise AssertionError("it woke")
 
-    async def rest() -> None:
-        server = listening._Server(uvicorn.Config(answers_key_holders))
-        server.config.load()
-        monkeypatch.setattr(asyncio, "sleep", wakes)
-        running = asyncio.create_task(server.main_loop())
-        await asyncio.wait({running}, timeout=0.05)
-        assert not running.done()
-        server.stop()
-        await asyncio.wait_for(running, 5)
-
-    asyncio.run(rest())
+    server = listening._Server(uvicorn.Config(answers_key_holders))
+    server.config.load()
+    monkeypatch.setattr(asyncio, "sleep", wakes)
+    running = asyncio.create_task(server.main_loop())
+    await asyncio.wait({running}, timeout=0.05)
+    assert not running.done()
+    server.stop()
+    await asyncio.wait_for(running, 5)
 
 
 def test_a_head_of_many_short_headers_is_refused() -> None:

@@ -184,21 +184,17 @@ def test_without_a_file_for_it_a_large_body_is_refused_and_the_next_request_is_f
     assert whole == _BODY
 
 
-def test_a_body_that_still_comes_ends_with_the_thread_that_receives_it() -> None:
+async def test_a_body_that_still_comes_ends_with_the_thread_that_receives_it() -> None:
     receiving, (ours, theirs) = Receiving(), socket.socketpair()
     ours.setblocking(False)
-
-    async def run() -> None:
-        filling = receiving.begin(ours, memoryview(bytearray(10)))
-        ending = asyncio.create_task(filling.end())
-        await asyncio.sleep(0.05)
-        ending.cancel()
-        receiving.close()
-        with pytest.raises(asyncio.CancelledError):
-            await ending
-        filling.stop()
-
-    asyncio.run(run())
+    filling = receiving.begin(ours, memoryview(bytearray(10)))
+    ending = asyncio.create_task(filling.end())
+    await asyncio.sleep(0.05)
+    ending.cancel()
+    receiving.close()
+    with pytest.raises(asyncio.CancelledError):
+        await ending
+    filling.stop()
     ours.close()
     theirs.settimeout(5)
     assert theirs.recv(1) == b"", "another descriptor of the connection is open"

@@ -75,22 +75,18 @@ class Slow:
         raise NotFound("gone")
 
 
-def test_ids_of_many_agents_are_looked_up_a_few_at_a_time_and_no_longer_than_somebody_waits() -> None:
+async def test_ids_of_many_agents_are_looked_up_a_few_at_a_time_and_no_longer_than_somebody_waits() -> None:
     slow = Slow()
     caller = CallerAtEngine(slow)  # type: ignore[arg-type]
     places = [Place(f"agent {number % 20}", f"turn {number}", 1, "") for number in range(60)]
-
-    async def look_up() -> None:
-        assert await caller.records.said_until(places, iter) == {}
-        assert (slow.calls, slow.most) == (20, 8)
-        leaving = asyncio.create_task(caller.records.said_until(places, iter))
-        await asyncio.sleep(0.005)
-        assert slow.open == 8
-        leaving.cancel()
-        await asyncio.sleep(0.02)
-        assert (slow.calls, slow.open) == (28, 0)
-
-    asyncio.run(look_up())
+    assert await caller.records.said_until(places, iter) == {}
+    assert (slow.calls, slow.most) == (20, 8)
+    leaving = asyncio.create_task(caller.records.said_until(places, iter))
+    await asyncio.sleep(0.005)
+    assert slow.open == 8
+    leaving.cancel()
+    await asyncio.sleep(0.02)
+    assert (slow.calls, slow.open) == (28, 0)
 
 
 def test_many_ids_of_one_agent_cost_one_walk_through_its_messages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -402,16 +402,13 @@ def test_a_namespace_keeps_the_last_turns_of_256_agents_and_8_of_each() -> None:
     assert not history.turns_of("first", "agent 299")
 
 
-def test_a_move_is_shown_by_its_bytes() -> None:
+async def test_a_move_is_shown_by_its_bytes() -> None:
     async def steps() -> AsyncIterator[cachestore_pb2.MoveAgentResponse]:
         yield cachestore_pb2.MoveAgentResponse(waiting={"lease_owner": "engine"})
         yield cachestore_pb2.MoveAgentResponse(progress={"bytes_done": 512, "bytes_total": 2048})
         yield cachestore_pb2.MoveAgentResponse(done={})
 
-    async def read() -> list[str]:
-        return [each async for each in _progress(steps(), "studio")]
-
-    waiting, half, done = asyncio.run(read())
+    waiting, half, done = [each async for each in _progress(steps(), "studio")]
     assert "its end is waited for" in waiting
     assert half == 'event: moving\ndata: {"done":512,"total":2048,"words":"512 bytes of 2.0 KiB"}\n\n'
     assert done == 'event: moved\ndata: {"words":"It has moved to studio."}\n\n'

@@ -61,17 +61,14 @@ def admission() -> Admission:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_long_request_is_checked_where_long_conversations_are_rendered(
+async def test_a_long_request_is_checked_where_long_conversations_are_rendered(
     request_: Request, prompting: Prompting, admission: Admission, *, is_long: bool
 ) -> None:
     def check() -> tuple[str, str, int]:
         return threading.current_thread().name.partition("_")[0], NAME.get(), admission.open_prompt_bytes
 
-    async def ask() -> tuple[str, str, int]:
-        NAME.set("of this call")
-        return await checked(request_, CALLERS["modest"], check, admission, prompting)
-
-    thread, name, held_bytes = asyncio.run(ask())
+    NAME.set("of this call")
+    thread, name, held_bytes = await checked(request_, CALLERS["modest"], check, admission, prompting)
     assert (thread == "render", held_bytes > 0, name) == (is_long, is_long, "of this call")
     assert admission.open_prompt_bytes == 0
 
@@ -82,48 +79,41 @@ def test_before_a_model_is_loaded_a_long_request_is_checked_at_once(admission: A
     assert thread is threading.main_thread()
 
 
-def test_a_check_whose_call_was_cancelled_ends_before_the_next_one_begins(
+async def test_a_check_whose_call_was_cancelled_ends_before_the_next_one_begins(
     prompting: Prompting, admission: Admission
 ) -> None:
     may_end, ended, long = threading.Event(), list[bool](), pb.GenerateRequest(messages=MANY)
+    loop, begun = asyncio.get_running_loop(), asyncio.Event()
 
-    async def run() -> None:
-        loop, begun = asyncio.get_running_loop(), asyncio.Event()
+    def slow() -> None:
+        loop.call_soon_threadsafe(begun.set)
+        ended.append(may_end.wait(10))
 
-        def slow() -> None:
-            loop.call_soon_threadsafe(begun.set)
-            ended.append(may_end.wait(10))
-
-        first = asyncio.create_task(checked(long, CALLERS["greedy"], slow, admission, prompting))
-        await begun.wait()
-        first.cancel()
-        await asyncio.wait([first])
-        second = asyncio.create_task(checked(long, CALLERS["modest"], lambda: [*ended], admission, prompting))
-        await asyncio.wait([second], timeout=0.1)
-        may_end.set()
-        assert await second == [True]
-
-    asyncio.run(run())
+    first = asyncio.create_task(checked(long, CALLERS["greedy"], slow, admission, prompting))
+    await begun.wait()
+    first.cancel()
+    await asyncio.wait([first])
+    second = asyncio.create_task(checked(long, CALLERS["modest"], lambda: [*ended], admission, prompting))
+    await asyncio.wait([second], timeout=0.1)
+    may_end.set()
+    assert await second == [True]
 
 
-def test_namespaces_take_turns_and_requests_that_wait_count_as_prompts(
+async def test_namespaces_take_turns_and_requests_that_wait_count_as_prompts(
     prompting: Prompting, admission: Admission
 ) -> None:
     order, long, held = list[str](), pb.GenerateRequest(messages=MANY), list[int]()
 
-    async def check() -> None:
-        async def one(name: str) -> None:
-            await checked(long, CALLERS[name], lambda: order.append(name), admission, prompting)
+    async def one(name: str) -> None:
+        await checked(long, CALLERS[name], lambda: order.append(name), admission, prompting)
 
-        waiting = [asyncio.create_task(one(name)) for name in ("greedy", "greedy", "greedy", "modest")]
-        await asyncio.sleep(0)
-        held.append(admission.open_prompt_bytes)
-        await asyncio.gather(*waiting)
-        larger = pb.GenerateRequest(prompt="a" * (4 << 20))
-        with admission.turn("greedy", "greedy", 1), pytest.raises(ResourceExhausted):
-            await checked(larger, CALLERS["modest"], lambda: None, admission, prompting)
-
-    asyncio.run(check())
+    waiting = [asyncio.create_task(one(name)) for name in ("greedy", "greedy", "greedy", "modest")]
+    await asyncio.sleep(0)
+    held.append(admission.open_prompt_bytes)
+    await asyncio.gather(*waiting)
+    larger = pb.GenerateRequest(prompt="a" * (4 << 20))
+    with admission.turn("greedy", "greedy", 1), pytest.raises(ResourceExhausted):
+        await checked(larger, CALLERS["modest"], lambda: None, admission, prompting)
     assert held == [4 * long.ByteSize()]
     assert order.index("modest") <= 2
     assert admission.open_prompt_bytes == 0

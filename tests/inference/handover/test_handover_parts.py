@@ -162,7 +162,7 @@ def test_what_a_turn_waited_before_its_engine_had_it_goes_along() -> None:
     assert stand.carried.spent == Timings(1.25, 0.625, 2.0, 4.0, 7.0)
 
 
-def test_a_drain_hands_over_also_a_turn_that_has_an_ended_ones_address(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_drain_hands_over_also_a_turn_that_has_an_ended_ones_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(giving, "LOOK_S", 0.0)
     given = list[str]()
 
@@ -172,22 +172,19 @@ def test_a_drain_hands_over_also_a_turn_that_has_an_ended_ones_address(monkeypat
     async def give(_giver: TurnGiver, _turns: Any, peer: str) -> None:
         given.append(peer)
 
-    async def drain() -> None:
-        looks = count()
-
-        def under_way() -> list[list[Turn]]:
-            if next(looks) == 9:
-                draining.cancel()
-            return [[Turn()]]
-
-        turns: Any = SimpleNamespace(under_way=under_way)
-        giver = TurnGiver(cast("Any", None), {}, {}.get, cast("Any", None), "0.1", Clock(), str)
-        draining = asyncio.create_task(giver.give_all(turns, "b"))
-        with contextlib.suppress(asyncio.CancelledError):
-            await draining
-
     monkeypatch.setattr(TurnGiver, "give", give)
-    asyncio.run(drain())
+    looks = count()
+
+    def under_way() -> list[list[Turn]]:
+        if next(looks) == 9:
+            draining.cancel()
+        return [[Turn()]]
+
+    turns: Any = SimpleNamespace(under_way=under_way)
+    giver = TurnGiver(cast("Any", None), {}, {}.get, cast("Any", None), "0.1", Clock(), str)
+    draining = asyncio.create_task(giver.give_all(turns, "b"))
+    with contextlib.suppress(asyncio.CancelledError):
+        await draining
     assert len(given) >= 9
 
 

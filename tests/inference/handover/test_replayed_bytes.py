@@ -110,31 +110,27 @@ async def until_idle(b: AioInferenceClient) -> None:
 
 @pytest.mark.long(12)
 @pytest.mark.timeout(3600)
-def test_replayed_bytes_of_a_hand_over_are_refused_by_name_or_are_the_same_turn(
+async def test_replayed_bytes_of_a_hand_over_are_refused_by_name_or_are_the_same_turn(
     two: TwoEngines, new_agent: Callable[[], str]
 ) -> None:
     chance, counts = random.Random(SEED), Counter[str]()
-
-    async def work() -> None:
-        agent = new_agent()
-        told = [await recorded(two, agent), await recorded(two, "")]
-        others, _ = await recorded(two, new_agent())
-        async with AioInferenceClient.connect(two.b.address) as b:
-            calm = await hear(b, prompt=PROMPT[:60], sampling=ON)
-            versions = await b.list_snapshots(agent)
-            for number in range(REPLAYS):
-                sent, said = chance.choice(told)
-                how, messages = changed(sent, others, chance)
-                answer, token = await asyncio.to_thread(sent_again, two, messages)
-                counts[f"{how} {answer}"] += 1
-                assert answer != _BUG, f"seed {SEED}, {number}: {how}\n{two.b.log[-4000:]}"
-                if answer == "taken":
-                    rest = "".join([event.delta.text async for event in b.resume(token)])
-                    assert how == "flipped" or said.endswith(rest), f"seed {SEED}, {number}: {how}"
-                await until_idle(b)
-            assert await b.list_snapshots(agent) == versions, "no replay made a version of the agent"
-            again = await hear(b, prompt=PROMPT[:60], sampling=ON)
-            assert again.told == calm.told
-
-    asyncio.run(work())
+    agent = new_agent()
+    told = [await recorded(two, agent), await recorded(two, "")]
+    others, _ = await recorded(two, new_agent())
+    async with AioInferenceClient.connect(two.b.address) as b:
+        calm = await hear(b, prompt=PROMPT[:60], sampling=ON)
+        versions = await b.list_snapshots(agent)
+        for number in range(REPLAYS):
+            sent, said = chance.choice(told)
+            how, messages = changed(sent, others, chance)
+            answer, token = await asyncio.to_thread(sent_again, two, messages)
+            counts[f"{how} {answer}"] += 1
+            assert answer != _BUG, f"seed {SEED}, {number}: {how}\n{two.b.log[-4000:]}"
+            if answer == "taken":
+                rest = "".join([event.delta.text async for event in b.resume(token)])
+                assert how == "flipped" or said.endswith(rest), f"seed {SEED}, {number}: {how}"
+            await until_idle(b)
+        assert await b.list_snapshots(agent) == versions, "no replay made a version of the agent"
+        again = await hear(b, prompt=PROMPT[:60], sampling=ON)
+        assert again.told == calm.told
     print(f"{REPLAYS} replays, seed {SEED}: {dict(sorted(counts.items()))}")

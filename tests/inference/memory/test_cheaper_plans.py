@@ -16,7 +16,7 @@ from inference_svc.memory.lines.line_states import Stage, Standing
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.restore_costs import RestoreCosts
-from inference_svc.memory.reuse_planning import ComparedPrompt, Prepared, ReusePlanner
+from inference_svc.memory.reuse_planning import ComparedPrompt, ReusePlanner
 from inference_svc.memory.store import reading
 from inference_svc.memory.store.answers import NO_HEAD
 from inference_svc.memory.store.patience import Budget
@@ -123,7 +123,7 @@ def test_of_another_turns_kv_only_blocks_that_every_prefill_makes_count_as_store
 
 
 @pytest.mark.parametrize(("digest", "is_ours"), [("t", True), ("another", False)])
-def test_token_ids_of_another_tokenizer_are_never_taken_for_this_ones(digest: str, is_ours: bool) -> None:
+async def test_token_ids_of_another_tokenizer_are_never_taken_for_this_ones(digest: str, is_ours: bool) -> None:
     parts: Any = Plain()
     parts.vocabulary_size = 1 << 20
     transcript = RememberedText(TEXT, TokenIds([7] * len(TEXT)), (1,) * len(TEXT))
@@ -133,12 +133,9 @@ def test_token_ids_of_another_tokenizer_are_never_taken_for_this_ones(digest: st
 
     async def hold(_size_bytes: int) -> None: ...
 
-    async def planned() -> Prepared:
-        planner = ReusePlanner(parts, parts, {}, RestoreCosts(lambda: 0.0))
-        budget = Budget(1.0, 1.0, lambda: 0.0)
-        return await planner.plan(recollection, ComparedPrompt("ns", TEXT + "y"), budget, hold)
-
-    found = asyncio.run(planned())
+    planner = ReusePlanner(parts, parts, {}, RestoreCosts(lambda: 0.0))
+    budget = Budget(1.0, 1.0, lambda: 0.0)
+    found = await planner.plan(recollection, ComparedPrompt("ns", TEXT + "y"), budget, hold)
     assert set(found.tokens.ids[: len(TEXT)]) == ({7} if is_ours else {ord("x")})
 
 
@@ -183,7 +180,7 @@ def test_a_large_memory_takes_no_more_room_than_is_read_ahead(monkeypatch: pytes
 @pytest.mark.parametrize(
     "identity", [SMALL, kv_identity("windows alone", [window_layer(512)])], ids=["all tokens", "windows alone"]
 )
-def test_an_agent_that_is_asleep_and_was_not_woken_has_no_kv_and_its_miss_has_that_reason(identity: Any) -> None:
+async def test_an_agent_that_is_asleep_and_was_not_woken_has_no_kv_and_its_miss_has_that_reason(identity: Any) -> None:
     """It fell asleep in an engine with more room. Its prompt here is a beginning of what it remembers."""
     parts: Any = Plain()
     parts.model = SimpleNamespace(**{**vars(Plain.model), "kv_identity": identity, "has_rewind_points": True})
@@ -195,12 +192,9 @@ def test_an_agent_that_is_asleep_and_was_not_woken_has_no_kv_and_its_miss_has_th
     async def hold(_size_bytes: int) -> None:
         pass
 
-    async def planned() -> Opened:
-        planner = ReusePlanner(parts, parts, {"ns": parts}, RestoreCosts(lambda: 0.0))
-        recollection, budget = Recollection(memory, Source.WARM, NO_HEAD), Budget(1.0, 1.0, lambda: 0.0)
-        return opened(await planner.plan(recollection, ComparedPrompt("ns", TEXT[:700]), budget, hold))
-
-    found = asyncio.run(planned())
+    planner = ReusePlanner(parts, parts, {"ns": parts}, RestoreCosts(lambda: 0.0))
+    recollection, budget = Recollection(memory, Source.WARM, NO_HEAD), Budget(1.0, 1.0, lambda: 0.0)
+    found = opened(await planner.plan(recollection, ComparedPrompt("ns", TEXT[:700]), budget, hold))
     assert (found.reuse, found.source) == (Cold(), Source.COLD)
     assert found.miss is not None
     assert found.miss.reason is MissReason.BLOB_MISSING

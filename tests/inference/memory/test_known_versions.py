@@ -1,7 +1,6 @@
 """What an engine knows of an agent's versions: a store that lacks the newest one is found out, and an agent that is
 gone, or another one of its name, is believed."""
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -101,23 +100,21 @@ def test_a_version_that_no_turn_made_takes_newer_ones_back(
     assert (known.now.newest is not None) == stays
 
 
-def test_events_reach_agents_that_left_and_those_whose_lines_are_used_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_events_reach_agents_that_left_and_those_whose_lines_are_used_longest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(lines, "_MOST_AGENTS", 2)
-
-    async def scenario() -> None:
-        lab = Lab()
-        lab.remember("a")  # its line stays
-        used: Any = lab.line("a")
-        for agent in ("a", "b", "c"):
-            known = lab.line(agent).known
-            known.found(answer(3), known.now)
-        await lab.lines.beat()
-        assert lab.line("a") is used
-        assert lab.line("c").known.now.newest == answer(3).newest.identity
-        assert lab.line("b").known.now.newest is None
-        for event in (AgentGone("a"), HeadMoved("c", Head(1, Digest.of(b"1"), 0, is_of_turn=False))):
-            lab.lines._happened(event)
-        for agent in ("a", "c"):
-            assert lab.line(agent).known.now.newest is None
-
-    asyncio.run(scenario())
+    lab = Lab()
+    lab.remember("a")  # its line stays
+    used: Any = lab.line("a")
+    for agent in ("a", "b", "c"):
+        known = lab.line(agent).known
+        known.found(answer(3), known.now)
+    await lab.lines.beat()
+    assert lab.line("a") is used
+    assert lab.line("c").known.now.newest == answer(3).newest.identity
+    assert lab.line("b").known.now.newest is None
+    for event in (AgentGone("a"), HeadMoved("c", Head(1, Digest.of(b"1"), 0, is_of_turn=False))):
+        lab.lines._happened(event)
+    for agent in ("a", "c"):
+        assert lab.line(agent).known.now.newest is None

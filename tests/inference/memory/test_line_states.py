@@ -390,20 +390,16 @@ def test_a_turn_after_one_that_left_ram_before_it_was_stored_does_not_go_on_with
         (Standing(FIRST, Stage.STORED), None, 0.0, True, True),  # it is what the store calls newest, and nothing beyond
     ],
 )
-def test_what_extends_the_newest_version_is_used_only_if_nothing_can_have_been_taken_back(
+async def test_what_extends_the_newest_version_is_used_only_if_nothing_can_have_been_taken_back(
     standing: Standing, generation: int | None, counts_until: float, taken_back: bool | None, is_used: bool
 ) -> None:
     """A version that is made again has the number and the manifest of the one that was deleted with what followed."""
-
-    async def scenario() -> Recollection:
-        transcript = RememberedText("one", TokenIds((1,)), (3,))
-        memory = AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "", Publication(standing))
-        recall, line = recall_of(Engine(memory), Store(FIRST, taken_back=taken_back))
-        if generation is not None:
-            line.lease.held = Lease(generation, FIRST.identity, counts_until, counts_until)
-        return await recall.newest(KEY, Budget(0.02, 1.0, asyncio.get_running_loop().time))
-
-    found = asyncio.run(scenario())
+    transcript = RememberedText("one", TokenIds((1,)), (3,))
+    memory = AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "", Publication(standing))
+    recall, line = recall_of(Engine(memory), Store(FIRST, taken_back=taken_back))
+    if generation is not None:
+        line.lease.held = Lease(generation, FIRST.identity, counts_until, counts_until)
+    found = await recall.newest(KEY, Budget(0.02, 1.0, asyncio.get_running_loop().time))
     assert (found.kv_from is Source.HOT) is is_used
 
 

@@ -181,7 +181,7 @@ def test_a_memory_without_points_is_words_only() -> None:
     assert planned(TEXT + "y", Source.HOT, Surroundings(), points=()).reuse == Cold()
 
 
-def test_turns_that_read_files_and_a_state_never_wait_for_each_other() -> None:
+async def test_turns_that_read_files_and_a_state_never_wait_for_each_other() -> None:
     """Each asks for all of its room at once: two that hold some and wait for more would wait for ever."""
     around: Any = Surroundings()
     planner = ReusePlanner(around, around, {"ns": around}, RestoreCosts(lambda: 0.0))
@@ -201,9 +201,6 @@ def test_turns_that_read_files_and_a_state_never_wait_for_each_other() -> None:
         assert taken == sum(digest.size_bytes for digest in (*BLOCKS, TAIL, STATES[700]))
         room.give_back("ns", taken)
 
-    async def both() -> None:
-        async with asyncio.timeout(60):
-            await asyncio.gather(turn(), turn())
-
-    asyncio.run(both())
+    async with asyncio.timeout(60):
+        await asyncio.gather(turn(), turn())
     assert room.held_units == 0

@@ -238,17 +238,14 @@ def test_a_file_shows_no_namespace_and_nobody_else_may_read_it(files: Files) -> 
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_an_end_keeps_the_newest_costs(files: Files) -> None:
-    async def life() -> None:
-        file = files.start("another")
-        keeping = asyncio.create_task(file.keep())
-        await asyncio.sleep(0)
-        file.costs.restored("a namespace", 2_048 * TOKEN_BYTES, 9.0)
-        file.costs.computed(0, 2_048, 0.1)
-        keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)
-
-    asyncio.run(life())
+async def test_an_end_keeps_the_newest_costs(files: Files) -> None:
+    file = files.start("another")
+    keeping = asyncio.create_task(file.keep())
+    await asyncio.sleep(0)
+    file.costs.restored("a namespace", 2_048 * TOKEN_BYTES, 9.0)
+    file.costs.computed(0, 2_048, 0.1)
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
     assert files.knows(files.start("another"))
 
 

@@ -30,28 +30,25 @@ def test_a_budget_is_spent_by_waiting_and_earned_by_bytes() -> None:
     assert budget.remaining_s == 0
 
 
-def test_a_breaker_opens_at_a_failure_and_closes_when_the_probe_is_answered() -> None:
-    async def breaking() -> None:
-        answers = iter((errors.Unavailable("away"), errors.DeadlineExceeded("slow"), None))
-        probes = 0
+async def test_a_breaker_opens_at_a_failure_and_closes_when_the_probe_is_answered() -> None:
+    answers = iter((errors.Unavailable("away"), errors.DeadlineExceeded("slow"), None))
+    probes = 0
 
-        async def probe() -> None:
-            nonlocal probes
-            probes += 1
-            if (failure := next(answers)) is not None:
-                raise failure
+    async def probe() -> None:
+        nonlocal probes
+        probes += 1
+        if (failure := next(answers)) is not None:
+            raise failure
 
-        breaker = Breaker(probe)
-        assert not breaker.is_open
-        breaker.trip()
-        breaker.trip()
-        assert breaker.is_open
-        await asyncio.wait_for(breaker.closed.wait(), 5)
-        assert not breaker.is_open
-        assert probes == 3
-        await breaker.close()
-
-    asyncio.run(breaking())
+    breaker = Breaker(probe)
+    assert not breaker.is_open
+    breaker.trip()
+    breaker.trip()
+    assert breaker.is_open
+    await asyncio.wait_for(breaker.closed.wait(), 5)
+    assert not breaker.is_open
+    assert probes == 3
+    await breaker.close()
 
 
 def test_a_probe_that_fails_in_an_unknown_way_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,53 +168,47 @@ def test_an_answer_that_is_none_makes_a_store_unreachable_and_no_bug() -> None:
     asyncio.run(asyncio.wait_for(scenario(), 10))
 
 
-def test_an_answer_about_the_token_before_says_nothing_of_the_one_that_came_meanwhile() -> None:
-    async def scenario() -> None:
-        was_asked, may_answer = asyncio.Event(), asyncio.Event()
+async def test_an_answer_about_the_token_before_says_nothing_of_the_one_that_came_meanwhile() -> None:
+    was_asked, may_answer = asyncio.Event(), asyncio.Event()
 
-        async def north() -> Any:
-            was_asked.set()
-            await may_answer.wait()
-            return SimpleNamespace(namespace="north", features=())
+    async def north() -> Any:
+        was_asked.set()
+        await may_answer.wait()
+        return SimpleNamespace(namespace="north", features=())
 
-        async def south() -> Any:
-            return SimpleNamespace(namespace="south", features=())
+    async def south() -> Any:
+        return SimpleNamespace(namespace="south", features=())
 
-        new: Any = SimpleNamespace(get_capabilities=south)
-        old: Any = SimpleNamespace(get_capabilities=north, with_token=lambda _token: new, close=south)
-        store = RemoteCache(StoreClients(old, old, old), "north")
-        asking = asyncio.create_task(store.connection.answers())
-        await was_asked.wait()
-        await store.connection.renew_token("new")
-        may_answer.set()
-        assert not await asking
-        with pytest.raises(StoreMiss, match="'south', expected 'north'"):
-            await store.agents.heads("a", "cd" * 32, Budget(1.0, 1000, lambda: 0.0))
-        await store.connection.close()
-
-    asyncio.run(scenario())
+    new: Any = SimpleNamespace(get_capabilities=south)
+    old: Any = SimpleNamespace(get_capabilities=north, with_token=lambda _token: new, close=south)
+    store = RemoteCache(StoreClients(old, old, old), "north")
+    asking = asyncio.create_task(store.connection.answers())
+    await was_asked.wait()
+    await store.connection.renew_token("new")
+    may_answer.set()
+    assert not await asking
+    with pytest.raises(StoreMiss, match="'south', expected 'north'"):
+        await store.agents.heads("a", "cd" * 32, Budget(1.0, 1000, lambda: 0.0))
+    await store.connection.close()
 
 
-def test_a_store_that_goes_after_refusals_is_found_as_soon_as_any() -> None:
-    async def scenario() -> None:
-        refusals = [errors.Unauthenticated("no")] * 3
-        are_told = asyncio.Event()
+async def test_a_store_that_goes_after_refusals_is_found_as_soon_as_any() -> None:
+    refusals = [errors.Unauthenticated("no")] * 3
+    are_told = asyncio.Event()
 
-        async def probe() -> None:
-            if refusals:
-                refused = refusals.pop()
-                if not refusals:
-                    are_told.set()
-                raise refused
+    async def probe() -> None:
+        if refusals:
+            refused = refusals.pop()
+            if not refusals:
+                are_told.set()
+            raise refused
 
-        breaker = Breaker(probe)
-        breaker.ask_again()
-        await are_told.wait()
-        breaker.trip()
-        await asyncio.wait_for(breaker.closed.wait(), 0.5)
-        await breaker.close()
-
-    asyncio.run(scenario())
+    breaker = Breaker(probe)
+    breaker.ask_again()
+    await are_told.wait()
+    breaker.trip()
+    await asyncio.wait_for(breaker.closed.wait(), 0.5)
+    await breaker.close()
 
 
 @pytest.mark.parametrize("silent_s", [0.0, ANSWER_S - 1, ANSWER_S + 1])

@@ -42,35 +42,34 @@ LEFT = {"a turn": "a", "a load": "a", "a load of another": "b", "an unload": ""}
 
 
 @pytest.mark.parametrize("asked", ASKED)
-def test_nobody_is_refused_because_a_model_is_just_falling_asleep(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nobody_is_refused_because_a_model_is_just_falling_asleep(
+    asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Under load an unload by hand met the end of it: "another change of models is under way"."""
     # These models hold no memory, and to collect the garbage of all tests takes seconds.
     monkeypatch.setattr(device_memory, "give_back", lambda *, is_first: None)
 
-    async def scenario() -> str:
-        async def open_model(_name: str, _path: str) -> SlowToGo:
-            return SlowToGo()
+    async def open_model(_name: str, _path: str) -> SlowToGo:
+        return SlowToGo()
 
-        gone: list[bool] = []
-        host = ModelHost({"a": "/a", "b": "/b"}, open_model, lambda: gone.append(host.served is None))
-        await host.load("a")
-        model = host.serving("a")
-        keeping = asyncio.create_task(host.keep_alive(0.001))
-        await model.is_going.wait()
-        keeping.cancel()
-        both = [asyncio.ensure_future(ASKED[asked](host)) for _ in range(2)]
-        await asyncio.sleep(0)
-        model.let_go.set()
-        await asyncio.gather(*both)
-        with contextlib.suppress(asyncio.CancelledError):
-            await keeping
-        assert gone == [True], "its memory is another's"
-        return host.loaded
-
-    assert asyncio.run(scenario()) == LEFT[asked]
+    gone: list[bool] = []
+    host = ModelHost({"a": "/a", "b": "/b"}, open_model, lambda: gone.append(host.served is None))
+    await host.load("a")
+    model = host.serving("a")
+    keeping = asyncio.create_task(host.keep_alive(0.001))
+    await model.is_going.wait()
+    keeping.cancel()
+    both = [asyncio.ensure_future(ASKED[asked](host)) for _ in range(2)]
+    await asyncio.sleep(0)
+    model.let_go.set()
+    await asyncio.gather(*both)
+    with contextlib.suppress(asyncio.CancelledError):
+        await keeping
+    assert gone == [True], "its memory is another's"
+    assert host.loaded == LEFT[asked]
 
 
-def test_a_model_that_does_not_load_is_gone_before_the_one_before_is_loaded_again(
+async def test_a_model_that_does_not_load_is_gone_before_the_one_before_is_loaded_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else a device with room for one of them would be left with none."""
@@ -94,14 +93,11 @@ def test_a_model_that_does_not_load_is_gone_before_the_one_before_is_loaded_agai
         model.let_go.set()
         return model
 
-    async def scenario() -> str:
-        host = ModelHost({"a": "/a", "b": "/b"}, open_model, lambda: None)
-        await host.load("a")
-        with pytest.raises(FailedPrecondition):
-            await host.load("b")
-        return host.loaded
-
-    assert asyncio.run(scenario()) == "a"
+    host = ModelHost({"a": "/a", "b": "/b"}, open_model, lambda: None)
+    await host.load("a")
+    with pytest.raises(FailedPrecondition):
+        await host.load("b")
+    assert host.loaded == "a"
 
 
 class Weights:
@@ -134,22 +130,19 @@ def test_each_model_that_does_not_load_is_logged(monkeypatch: pytest.MonkeyPatch
     assert [each["model"] for each in logs if each["event"] == "model.not_loaded"] == ["b", "a"]
 
 
-def test_a_model_that_does_not_load_claims_no_memory() -> None:
+async def test_a_model_that_does_not_load_claims_no_memory() -> None:
     async def open_model(_name: str, _path: str) -> SlowToGo:
         raise FailedPrecondition("model: not loadable")
 
-    async def scenario() -> list[bool]:
-        gone: list[bool] = []
-        host = ModelHost({"a": "/a"}, open_model, lambda: gone.append(host.served is None))
-        with pytest.raises(FailedPrecondition, match="not loadable"):
-            await host.load("a")
-        return gone
-
-    assert asyncio.run(scenario()) == [True]
+    gone: list[bool] = []
+    host = ModelHost({"a": "/a"}, open_model, lambda: gone.append(host.served is None))
+    with pytest.raises(FailedPrecondition, match="not loadable"):
+        await host.load("a")
+    assert gone == [True]
 
 
 @pytest.mark.parametrize("why", ["a memory is not stored", "the engine is broken"])
-def test_a_model_whose_unload_failed_stays(why: str) -> None:
+async def test_a_model_whose_unload_failed_stays(why: str) -> None:
     class Staying(SlowToGo):
         stays = 0
 
@@ -161,17 +154,14 @@ def test_a_model_whose_unload_failed_stays(why: str) -> None:
         def stay(self) -> None:
             self.stays += 1
 
-    async def scenario() -> None:
-        async def open_model(_name: str, _path: str) -> Staying:
-            return Staying()
+    async def open_model(_name: str, _path: str) -> Staying:
+        return Staying()
 
-        host = ModelHost({"a": "/a"}, open_model, lambda: None)
-        await host.load("a")
-        with pytest.raises((FailedPrecondition, RuntimeError)):
-            await host.unload("a")
-        assert host.serving("a").stays == 1
-
-    asyncio.run(scenario())
+    host = ModelHost({"a": "/a"}, open_model, lambda: None)
+    await host.load("a")
+    with pytest.raises((FailedPrecondition, RuntimeError)):
+        await host.unload("a")
+    assert host.serving("a").stays == 1
 
 
 class FailsOnce(SlowToGo):
@@ -200,27 +190,23 @@ class FailsOnce(SlowToGo):
 
 
 @pytest.mark.parametrize("step", ["retire", "close"])
-def test_models_go_on_falling_asleep_after_one_could_not(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_models_go_on_falling_asleep_after_one_could_not(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The task ended, and a model whose memories could not be stored neither woke agents nor warmed up again."""
     monkeypatch.setattr(device_memory, "give_back", lambda *, is_first: None)
+    opened: list[FailsOnce] = []
+    slept: asyncio.Queue[bool] = asyncio.Queue()
 
-    async def scenario() -> None:
-        opened: list[FailsOnce] = []
-        slept: asyncio.Queue[bool] = asyncio.Queue()
+    async def open_model(_name: str, _path: str) -> FailsOnce:
+        opened.append(FailsOnce(step if not opened else ""))
+        return opened[-1]
 
-        async def open_model(_name: str, _path: str) -> FailsOnce:
-            opened.append(FailsOnce(step if not opened else ""))
-            return opened[-1]
-
-        host = ModelHost({"a": "/a"}, open_model, lambda: slept.put_nowait(host.sleeps))
-        await host.load("a")
-        keeping = asyncio.create_task(host.keep_alive(0.001))
-        try:
-            assert await asyncio.wait_for(slept.get(), 10)
-            assert opened[0].stayed == (step == "retire")
-            await host.awake("a")
-            assert await asyncio.wait_for(slept.get(), 10)
-        finally:
-            keeping.cancel()
-
-    asyncio.run(scenario())
+    host = ModelHost({"a": "/a"}, open_model, lambda: slept.put_nowait(host.sleeps))
+    await host.load("a")
+    keeping = asyncio.create_task(host.keep_alive(0.001))
+    try:
+        assert await asyncio.wait_for(slept.get(), 10)
+        assert opened[0].stayed == (step == "retire")
+        await host.awake("a")
+        assert await asyncio.wait_for(slept.get(), 10)
+    finally:
+        keeping.cancel()

@@ -156,7 +156,7 @@ HOT = {
 
 @pytest.mark.parametrize(("other", "hot", "is_taken"), HOT.values(), ids=HOT)
 @pytest.mark.parametrize("stays", [True, False])
-def test_an_agent_asleep_takes_the_kv_of_its_own_version_in_its_namespace_and_no_other(
+async def test_an_agent_asleep_takes_the_kv_of_its_own_version_in_its_namespace_and_no_other(
     other: AgentKey, hot: AgentMemory | None, is_taken: bool, stays: bool
 ) -> None:
     """`stays`: whether the other's memory is still there when the engine looks."""
@@ -173,10 +173,6 @@ def test_an_agent_asleep_takes_the_kv_of_its_own_version_in_its_namespace_and_no
         sizes=lambda: {other: 1}, tag_of=lambda _key: hot, fork=fork, tag=lambda key, _tag: tagged.append(key)
     )
     parts: Any = SimpleNamespace(engine=SimpleNamespace(memories=memories), recall=SimpleNamespace(line=lambda _: None))
-
-    async def share() -> bool:
-        return await Sleeper(parts)._is_shared(KEY, of_version(ASLEEP))
-
-    assert asyncio.run(share()) is (is_taken and stays)
+    assert await Sleeper(parts)._is_shared(KEY, of_version(ASLEEP)) is (is_taken and stays)
     assert forked == [(other, KEY)] * is_taken
     assert tagged == [KEY] * (is_taken and stays)

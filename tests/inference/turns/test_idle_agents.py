@@ -186,14 +186,11 @@ def test_agents_fall_asleep_after_an_error_that_nobody_expected(monkeypatch: pyt
     asyncio.run(asyncio.wait_for(until_one_was_tried(), 20))
 
 
-def test_the_engines_own_turns_take_no_callers_place() -> None:
-    async def begin_all() -> None:
-        turns = service(Surroundings([], losses=0))
-        own = asyncio.create_task(OwnTurns(turns, lambda _: False).make(AgentKey("default", "ada"), Work.SLEEP))
-        await asyncio.sleep(0)
-        assert not turns.is_idle
-        for number in range(SETTINGS.admission.max_turns_per_caller):
-            turns.begin(replace(request(None), agent_id=f"{number}"))
-        own.cancel()
-
-    asyncio.run(begin_all())
+async def test_the_engines_own_turns_take_no_callers_place() -> None:
+    turns = service(Surroundings([], losses=0))
+    own = asyncio.create_task(OwnTurns(turns, lambda _: False).make(AgentKey("default", "ada"), Work.SLEEP))
+    await asyncio.sleep(0)
+    assert not turns.is_idle
+    for number in range(SETTINGS.admission.max_turns_per_caller):
+        turns.begin(replace(request(None), agent_id=f"{number}"))
+    own.cancel()

@@ -193,39 +193,36 @@ def test_a_turn_that_is_stopped_before_its_task_runs_tells_its_reader_the_end() 
     assert (around.planned, around.finished) == ([], [])
 
 
-def test_a_stop_of_a_turn_that_ends_by_itself_does_not_wait_until_its_memory_is_shorter(
+async def test_a_stop_of_a_turn_that_ends_by_itself_does_not_wait_until_its_memory_is_shorter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def stopped() -> None:
-        ending, may_end, shortens = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    ending, may_end, shortens = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-        class Shortening(Surroundings):
-            async def finish(self, remembered: Remembered, turn: Progress) -> None:
-                turn.phase = TurnPhase.ENDING
-                ending.set()
-                await may_end.wait()
+    class Shortening(Surroundings):
+        async def finish(self, remembered: Remembered, turn: Progress) -> None:
+            turn.phase = TurnPhase.ENDING
+            ending.set()
+            await may_end.wait()
 
-        async def is_later(_shortener: object, remembered: Remembered) -> Remembered:
-            later: Any = object()
-            return replace(remembered, later=later)
+    async def is_later(_shortener: object, remembered: Remembered) -> Remembered:
+        later: Any = object()
+        return replace(remembered, later=later)
 
-        async def shorten(_shortener: object, _remembered: Remembered) -> None:
-            shortens.set()
-            await asyncio.sleep(60)
+    async def shorten(_shortener: object, _remembered: Remembered) -> None:
+        shortens.set()
+        await asyncio.sleep(60)
 
-        monkeypatch.setattr(MemoryShortener, "after_reply", is_later)
-        monkeypatch.setattr(MemoryShortener, "shorten", shorten)
-        turns = service(Shortening([remembered(OURS, "ours")], losses=0))
-        turns.begin(request(None))
-        async with asyncio.timeout(20):
-            await ending.wait()
-            stopping = asyncio.create_task(turns.stop("default", "r"))
-            await asyncio.sleep(0)
-            may_end.set()
-            await shortens.wait()
-            assert await stopping == {}
-
-    asyncio.run(stopped())
+    monkeypatch.setattr(MemoryShortener, "after_reply", is_later)
+    monkeypatch.setattr(MemoryShortener, "shorten", shorten)
+    turns = service(Shortening([remembered(OURS, "ours")], losses=0))
+    turns.begin(request(None))
+    async with asyncio.timeout(20):
+        await ending.wait()
+        stopping = asyncio.create_task(turns.stop("default", "r"))
+        await asyncio.sleep(0)
+        may_end.set()
+        await shortens.wait()
+        assert await stopping == {}
 
 
 def test_a_turn_is_not_put_over_another_engines() -> None:

@@ -340,17 +340,14 @@ async def read(outbox: Outbox) -> list[TurnEvent]:
     return [event async for _, event in outbox.events()]
 
 
-def test_what_a_slow_reader_did_not_take_becomes_few_messages_that_say_the_same() -> None:
-    async def slow_reader() -> list[TurnEvent]:
-        outbox = Outbox(ReaderLimits(max_unread_bytes=1 << 20, stall_s=60), lambda: 0.0)
-        for done in range(100):
-            outbox.put(Prefilled(done, 100))
-        for token in range(1000):
-            outbox.put(TurnDelta(chr(97 + token % 26), (token,)))
-        outbox.close()
-        return await read(outbox)
-
-    progress, delta = asyncio.run(slow_reader())
+async def test_what_a_slow_reader_did_not_take_becomes_few_messages_that_say_the_same() -> None:
+    outbox = Outbox(ReaderLimits(max_unread_bytes=1 << 20, stall_s=60), lambda: 0.0)
+    for done in range(100):
+        outbox.put(Prefilled(done, 100))
+    for token in range(1000):
+        outbox.put(TurnDelta(chr(97 + token % 26), (token,)))
+    outbox.close()
+    progress, delta = await read(outbox)
     assert progress == Prefilled(99, 100)
     assert isinstance(delta, TurnDelta)
     assert (len(delta.text), delta.token_ids) == (1000, tuple(range(1000)))
@@ -424,18 +421,15 @@ def test_tokens_of_few_readers_come_at_once() -> None:
     assert counted_steps(*[(4, True)] * 3) == ([4, 8, 12], [0] * 4 + [1] * 4 + [2] * 4)
 
 
-def test_many_tokens_of_one_reader_that_the_loop_takes_at_once_begin_no_pause() -> None:
-    async def read() -> list[int]:
-        handoff, heard = HandOff(asyncio.get_running_loop()), list[int]()
-        for number in (*range(10), None, 10):
-            if number is None:
-                await asyncio.sleep(0)
-            else:
-                handoff.send(heard.append, number, can_wait=True)
-        await asyncio.sleep(0)
-        return heard
-
-    assert asyncio.run(read()) == [*range(11)]
+async def test_many_tokens_of_one_reader_that_the_loop_takes_at_once_begin_no_pause() -> None:
+    handoff, heard = HandOff(asyncio.get_running_loop()), list[int]()
+    for number in (*range(10), None, 10):
+        if number is None:
+            await asyncio.sleep(0)
+        else:
+            handoff.send(heard.append, number, can_wait=True)
+    await asyncio.sleep(0)
+    assert heard == [*range(11)]
 
 
 def test_tokens_of_many_readers_wait_for_a_pause_but_not_behind_what_cannot_wait(
@@ -447,18 +441,15 @@ def test_tokens_of_many_readers_wait_for_a_pause_but_not_behind_what_cannot_wait
     assert heard == sorted(heard)
 
 
-def test_tokens_that_wait_come_when_the_pause_ends() -> None:
-    async def read() -> list[int]:
-        handoff, heard, last = HandOff(asyncio.get_running_loop()), list[int](), asyncio.Event()
-        for number in range(3):
-            for deliver in readers(5, heard):
-                handoff.send(deliver, number, can_wait=True)
-            await asyncio.sleep(0)
-        handoff.send(last.set, can_wait=True)
-        await asyncio.wait_for(last.wait(), 60)
-        return heard
-
-    assert asyncio.run(read()) == [0] * 5 + [1] * 5 + [2] * 5
+async def test_tokens_that_wait_come_when_the_pause_ends() -> None:
+    handoff, heard, last = HandOff(asyncio.get_running_loop()), list[int](), asyncio.Event()
+    for number in range(3):
+        for deliver in readers(5, heard):
+            handoff.send(deliver, number, can_wait=True)
+        await asyncio.sleep(0)
+    handoff.send(last.set, can_wait=True)
+    await asyncio.wait_for(last.wait(), 60)
+    assert heard == [0] * 5 + [1] * 5 + [2] * 5
 
 
 # --- the price of a store ---

@@ -120,18 +120,14 @@ def test_a_stream_that_began_in_an_event_loop_goes_on_after_the_loops_end(endles
         assert next(turn).delta.text == "two"
 
 
-def test_a_blocking_client_works_where_an_event_loop_runs(endless: tuple[_Endless, str]) -> None:
+async def test_a_blocking_client_works_where_an_event_loop_runs(endless: tuple[_Endless, str]) -> None:
     """As in a notebook."""
     engine, address = endless
-
-    async def cell() -> list[str]:
-        with InferenceClient.connect(address) as client:
-            with closing(client.generate(prompt="x")) as turn:
-                texts = [next(turn).delta.text for _ in range(3)]
-            assert engine.ended.acquire(timeout=60), "the loop has to run before the call is cancelled"
-        return texts
-
-    assert asyncio.run(cell()) == ["one", "two", "three"]
+    with InferenceClient.connect(address) as client:
+        with closing(client.generate(prompt="x")) as turn:
+            texts = [next(turn).delta.text for _ in range(3)]
+        assert engine.ended.acquire(timeout=60), "the loop has to run before the call is cancelled"
+    assert texts == ["one", "two", "three"]
 
 
 def test_an_endless_deadline_is_none(endless: tuple[_Endless, str]) -> None:
@@ -157,32 +153,28 @@ def test_a_closed_client_refuses_calls_and_may_be_closed_again(endless: tuple[_E
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
-def test_a_closed_client_ends_other_tasks_turns_with_an_error(
+async def test_a_closed_client_ends_other_tasks_turns_with_an_error(
     endless: tuple[_Endless, str], is_cancelled: bool
 ) -> None:
     """Not with the CancelledError of gRPC: it ends a task that nobody has cancelled, and no TaskGroup reports it."""
     engine, address = endless
+    client = AioInferenceClient.connect(address)
+    begun = asyncio.Event()
 
-    async def close_beside_a_turn() -> None:
-        client = AioInferenceClient.connect(address)
-        begun = asyncio.Event()
+    async def read() -> None:
+        async for _ in client.generate(prompt="x"):
+            begun.set()
 
-        async def read() -> None:
-            async for _ in client.generate(prompt="x"):
-                begun.set()
-
-        reading = asyncio.create_task(read())
-        await begun.wait()
-        if is_cancelled:
-            reading.cancel()
-        await client.close()
-        await client.close()
-        with pytest.raises(asyncio.CancelledError if is_cancelled else Cancelled):
-            await reading
-        with pytest.raises(Cancelled, match="the client is closed"):
-            await client.list_turns()
-
-    asyncio.run(close_beside_a_turn())
+    reading = asyncio.create_task(read())
+    await begun.wait()
+    if is_cancelled:
+        reading.cancel()
+    await client.close()
+    await client.close()
+    with pytest.raises(asyncio.CancelledError if is_cancelled else Cancelled):
+        await reading
+    with pytest.raises(Cancelled, match="the client is closed"):
+        await client.list_turns()
     assert engine.ended.acquire(timeout=60)
 
 

@@ -143,22 +143,19 @@ def test_a_large_call_ends_at_the_engine_when_its_reader_leaves_or_its_time_is_o
     assert _run(address, use) == str(LARGE_BYTES)
 
 
-def test_the_time_of_a_large_call_includes_its_wait_for_a_thread(engine: tuple[_Engine, str]) -> None:
-    async def run() -> None:
-        large = LargeRequests(grpc.insecure_channel(engine[1]))
-        async with AioInferenceClient(grpc.aio.insecure_channel(engine[1]), timeout_s=8, large=large) as client:
-            are_free = threading.Event()
-            for _ in range(_MOST_CALLS):
-                large._threads.submit(are_free.wait, 10)
-            call = asyncio.ensure_future(client.count_tokens(prompt=_LARGE))
-            while not large._threads._work_queue.qsize():  # noqa: ASYNC110  of the call's doing
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.5)
-            are_free.set()
-            await call
-        large.close()
-
-    asyncio.run(run())
+async def test_the_time_of_a_large_call_includes_its_wait_for_a_thread(engine: tuple[_Engine, str]) -> None:
+    large = LargeRequests(grpc.insecure_channel(engine[1]))
+    async with AioInferenceClient(grpc.aio.insecure_channel(engine[1]), timeout_s=8, large=large) as client:
+        are_free = threading.Event()
+        for _ in range(_MOST_CALLS):
+            large._threads.submit(are_free.wait, 10)
+        call = asyncio.ensure_future(client.count_tokens(prompt=_LARGE))
+        while not large._threads._work_queue.qsize():  # noqa: ASYNC110  of the call's doing
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)
+        are_free.set()
+        await call
+    large.close()
     assert engine[0].left_s <= 7.5
 
 

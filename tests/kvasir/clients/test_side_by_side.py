@@ -60,16 +60,13 @@ def test_leaving_early_ends_all_streams() -> None:
     assert sorted(ended) == ["a", "b", "c"]
 
 
-def test_a_failure_while_others_fail_too_leaves_no_task_behind() -> None:
+async def test_a_failure_while_others_fail_too_leaves_no_task_behind() -> None:
     async def fail(name: str) -> AsyncGenerator[str, None]:
         await asyncio.sleep(0)
         if name:
             raise ValueError(name)
         yield name
 
-    async def work() -> int:
-        with pytest.raises(ValueError, match=r"[ab]"):
-            await items_of([fail("a"), fail("b")], lambda _: False)
-        return len(asyncio.all_tasks())
-
-    assert asyncio.run(work()) == 1
+    with pytest.raises(ValueError, match=r"[ab]"):
+        await items_of([fail("a"), fail("b")], lambda _: False)
+    assert len(asyncio.all_tasks()) == 1

@@ -35,61 +35,55 @@ async def half_a_message() -> AsyncIterator[object]:
     yield "never"
 
 
-def test_no_message_is_asked_for_without_room_for_it() -> None:
-    async def scene() -> None:
-        room, asked = SharedRoom(4), list[str]()
+async def test_no_message_is_asked_for_without_room_for_it() -> None:
+    room, asked = SharedRoom(4), list[str]()
 
-        async def half(name: str) -> AsyncIterator[object]:
-            asked.append(name)
-            await asyncio.Event().wait()
-            yield "never"
+    async def half(name: str) -> AsyncIterator[object]:
+        asked.append(name)
+        await asyncio.Event().wait()
+        yield "never"
 
-        held = [asyncio.create_task(the_only(Arriving(half("greedy"), 60, Place((room, "greedy"))))) for _ in range(9)]
-        await asyncio.sleep(0.01)
-        assert asked == ["greedy"] * 3
-        # Whoever comes is served, between two messages of a stream too.
-        several = Arriving(these(1, 2, 3), 60, Place((room, "other")))
-        assert [message async for message in several] == [1, 2, 3]
-        assert room.held("other") == 0
-        for task in held:
-            task.cancel()
-        await asyncio.gather(*held, return_exceptions=True)
-        assert room.held_units == 0
-
-    asyncio.run(scene())
+    held = [asyncio.create_task(the_only(Arriving(half("greedy"), 60, Place((room, "greedy"))))) for _ in range(9)]
+    await asyncio.sleep(0.01)
+    assert asked == ["greedy"] * 3
+    # Whoever comes is served, between two messages of a stream too.
+    several = Arriving(these(1, 2, 3), 60, Place((room, "other")))
+    assert [message async for message in several] == [1, 2, 3]
+    assert room.held("other") == 0
+    for task in held:
+        task.cancel()
+    await asyncio.gather(*held, return_exceptions=True)
+    assert room.held_units == 0
 
 
-def test_a_call_keeps_the_room_of_its_message_until_it_is_answered_and_its_place_for_a_while() -> None:
-    async def scene() -> None:
-        way, answering, order = SharedRoom(4), SharedRoom(2), list[str]()
+async def test_a_call_keeps_the_room_of_its_message_until_it_is_answered_and_its_place_for_a_while() -> None:
+    way, answering, order = SharedRoom(4), SharedRoom(2), list[str]()
 
-        async def call(name: str, lasts_s: float, at_most_s: float = 60) -> None:
-            answered = for_a_while(Place((answering, name)), at_most_s)
-            async with begun(these(name), 60, Place((way, name)), answered) as request:
-                order.append(request)
-                await asyncio.sleep(lasts_s)
+    async def call(name: str, lasts_s: float, at_most_s: float = 60) -> None:
+        answered = for_a_while(Place((answering, name)), at_most_s)
+        async with begun(these(name), 60, Place((way, name)), answered) as request:
+            order.append(request)
+            await asyncio.sleep(lasts_s)
 
-        first, second = (asyncio.create_task(call("greedy", 60)) for _ in range(2))
-        await asyncio.sleep(0.01)
-        assert order == ["greedy"], "half of what is free is left for others"
-        assert (way.held("greedy"), answering.held("greedy")) == (1, 1), "its message is still counted"
-        await call("other", 0)
-        assert order == ["greedy", "other"]
-        first.cancel()
-        await asyncio.sleep(0.01)
-        assert (way.held_units, answering.held("greedy")) == (0, 1)
-        second.cancel()
-        await asyncio.gather(first, second, return_exceptions=True)
-        assert answering.held_units == 0
-        # What lasts gives its place to the next, and gives it back once.
-        lasting = asyncio.create_task(call("greedy", 0.1, at_most_s=0.01))
-        await asyncio.sleep(0.05)
-        assert answering.held_units == 0
-        await call("greedy", 0)
-        await lasting
-        assert answering.held_units == 0
-
-    asyncio.run(scene())
+    first, second = (asyncio.create_task(call("greedy", 60)) for _ in range(2))
+    await asyncio.sleep(0.01)
+    assert order == ["greedy"], "half of what is free is left for others"
+    assert (way.held("greedy"), answering.held("greedy")) == (1, 1), "its message is still counted"
+    await call("other", 0)
+    assert order == ["greedy", "other"]
+    first.cancel()
+    await asyncio.sleep(0.01)
+    assert (way.held_units, answering.held("greedy")) == (0, 1)
+    second.cancel()
+    await asyncio.gather(first, second, return_exceptions=True)
+    assert answering.held_units == 0
+    # What lasts gives its place to the next, and gives it back once.
+    lasting = asyncio.create_task(call("greedy", 0.1, at_most_s=0.01))
+    await asyncio.sleep(0.05)
+    assert answering.held_units == 0
+    await call("greedy", 0)
+    await lasting
+    assert answering.held_units == 0
 
 
 def test_many_credentials_of_one_namespace_keep_no_other_from_its_place() -> None:
@@ -182,147 +176,124 @@ def test_a_quick_call_keeps_its_place_for_a_moment_while_another_namespace_was_h
     asyncio.run(scene())
 
 
-def test_the_wait_for_room_counts_into_the_time_of_the_first_message() -> None:
-    async def scene() -> None:
-        room = SharedRoom(1)
-        await room.wait_for("other", 1)
-        with pytest.raises(DeadlineExceeded, match="no message came"):
-            await the_only(Arriving(these("here"), 0.01, Place((room, "me"))))
-
-    asyncio.run(scene())
+async def test_the_wait_for_room_counts_into_the_time_of_the_first_message() -> None:
+    room = SharedRoom(1)
+    await room.wait_for("other", 1)
+    with pytest.raises(DeadlineExceeded, match="no message came"):
+        await the_only(Arriving(these("here"), 0.01, Place((room, "me"))))
 
 
-def test_a_late_or_unreadable_message_is_refused_and_gives_its_room_back() -> None:
-    async def scene() -> None:
-        room = SharedRoom(4)
-        with pytest.raises(DeadlineExceeded):
-            await the_only(Arriving(half_a_message(), 0.01, Place((room, "me"))))
-        with pytest.raises(InvalidArgument):
-            await the_only(Arriving(these(UNREADABLE), 1, Place((room, "me"))))
-        assert room.held_units == 0
-
-    asyncio.run(scene())
+async def test_a_late_or_unreadable_message_is_refused_and_gives_its_room_back() -> None:
+    room = SharedRoom(4)
+    with pytest.raises(DeadlineExceeded):
+        await the_only(Arriving(half_a_message(), 0.01, Place((room, "me"))))
+    with pytest.raises(InvalidArgument):
+        await the_only(Arriving(these(UNREADABLE), 1, Place((room, "me"))))
+    assert room.held_units == 0
 
 
-def test_every_message_of_a_stream_without_limits_of_its_own_must_come_in_time() -> None:
+async def test_every_message_of_a_stream_without_limits_of_its_own_must_come_in_time() -> None:
     async def one_and_silence() -> AsyncIterator[object]:
         yield "first"
         await asyncio.Event().wait()
 
-    async def scene() -> None:
-        arriving = Arriving(one_and_silence(), 0.05, bounds_each=True)
-        assert await anext(arriving) == "first"
-        with pytest.raises(DeadlineExceeded):
-            await anext(arriving)
-
-    asyncio.run(scene())
+    arriving = Arriving(one_and_silence(), 0.05, bounds_each=True)
+    assert await anext(arriving) == "first"
+    with pytest.raises(DeadlineExceeded):
+        await anext(arriving)
 
 
-def test_a_place_that_is_not_had_whole_is_not_had_at_all() -> None:
-    async def scenario() -> None:
-        first, second = SharedRoom(4), SharedRoom(1)
-        second.take("other", 1)
-        place = Place((first, "me"), (second, "mine"))
-        waiting = asyncio.create_task(place.__aenter__())
-        await asyncio.sleep(0)
-        assert first.held("me") == 1
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert (first.held("me"), second.held("mine")) == (0, 0)
-        second.give_back("other", 1)
-        for _ in range(2):
-            async with place:
-                assert (first.held("me"), second.held("mine")) == (1, 1)
-        assert (first.held_units, second.held_units) == (0, 0)
-
-    asyncio.run(scenario())
+async def test_a_place_that_is_not_had_whole_is_not_had_at_all() -> None:
+    first, second = SharedRoom(4), SharedRoom(1)
+    second.take("other", 1)
+    place = Place((first, "me"), (second, "mine"))
+    waiting = asyncio.create_task(place.__aenter__())
+    await asyncio.sleep(0)
+    assert first.held("me") == 1
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert (first.held("me"), second.held("mine")) == (0, 0)
+    second.give_back("other", 1)
+    for _ in range(2):
+        async with place:
+            assert (first.held("me"), second.held("mine")) == (1, 1)
+    assert (first.held_units, second.held_units) == (0, 0)
 
 
 @pytest.mark.parametrize(("namespace", "order"), [("", [39, 37, 36, 35, 34, 33]), ("mine", [33, 34, 35, 36, 37, 39])])
-def test_few_go_on_at_once_and_then_of_strangers_the_newest_and_of_a_namespace_the_oldest(
+async def test_few_go_on_at_once_and_then_of_strangers_the_newest_and_of_a_namespace_the_oldest(
     namespace: str, order: list[int]
 ) -> None:
-    async def scene() -> None:
-        turnstiles, passed = Turnstiles(), list[int]()
-        coming = comers(turnstiles, namespace, 40, passed)
-        await asyncio.sleep(0)
-        assert passed == list(range(33)), "a few need not wait"
-        coming[38].cancel()
-        await asyncio.wait(coming)
-        assert passed[33:] == order
-        assert len(turnstiles[namespace]) == 0
-        # After a while, a few need not wait again.
-        await asyncio.sleep(0.05)
-        await asyncio.wait_for(turnstiles.passed(namespace), 0.001)
-
-    asyncio.run(scene())
+    turnstiles, passed = Turnstiles(), list[int]()
+    coming = comers(turnstiles, namespace, 40, passed)
+    await asyncio.sleep(0)
+    assert passed == list(range(33)), "a few need not wait"
+    coming[38].cancel()
+    await asyncio.wait(coming)
+    assert passed[33:] == order
+    assert len(turnstiles[namespace]) == 0
+    # After a while, a few need not wait again.
+    await asyncio.sleep(0.05)
+    await asyncio.wait_for(turnstiles.passed(namespace), 0.001)
 
 
-def test_beyond_the_limit_the_largest_crowd_loses_its_oldest_place() -> None:
-    async def scene() -> None:
-        turnstiles, passed = Turnstiles(), list[int]()
-        crowd = comers(turnstiles, "crowd", 33 + MAX_HELD, passed)
-        await until(lambda: len(turnstiles["crowd"]) == MAX_HELD)
-        few = comers(turnstiles, "few", 33 + 2, [])
-        await until(lambda: len(turnstiles["few"]) == 2)
-        await until(lambda: len(passed) >= 35)
-        assert len(turnstiles["crowd"]) <= MAX_HELD - 2, "none beyond the limit of all"
-        assert passed[:35] == list(range(35))
-        for task in (*crowd, *few):
-            task.cancel()
-        await asyncio.gather(*crowd, *few, return_exceptions=True)
-        assert not any(turnstiles.values())
-
-    asyncio.run(scene())
+async def test_beyond_the_limit_the_largest_crowd_loses_its_oldest_place() -> None:
+    turnstiles, passed = Turnstiles(), list[int]()
+    crowd = comers(turnstiles, "crowd", 33 + MAX_HELD, passed)
+    await until(lambda: len(turnstiles["crowd"]) == MAX_HELD)
+    few = comers(turnstiles, "few", 33 + 2, [])
+    await until(lambda: len(turnstiles["few"]) == 2)
+    await until(lambda: len(passed) >= 35)
+    assert len(turnstiles["crowd"]) <= MAX_HELD - 2, "none beyond the limit of all"
+    assert passed[:35] == list(range(35))
+    for task in (*crowd, *few):
+        task.cancel()
+    await asyncio.gather(*crowd, *few, return_exceptions=True)
+    assert not any(turnstiles.values())
 
 
-def test_refusals_that_wait_go_on_before_their_time_is_over_and_when_the_service_ends() -> None:
-    async def scene() -> None:
-        turnstiles = Turnstiles()
-        coming = comers(turnstiles, "mine", 400, [])
-        await asyncio.sleep(0)
-        began_s = time.monotonic()
-        await asyncio.wait_for(turnstiles.passed("mine", left_s=0.1), 3)
-        assert time.monotonic() - began_s < 3, "the others need seven seconds"
-        assert len(turnstiles["mine"]) > 100
-        turnstiles.open()
-        await asyncio.wait_for(asyncio.gather(*coming, turnstiles.passed("mine")), 3)
-        assert len(turnstiles["mine"]) == 0
-
-    asyncio.run(scene())
+async def test_refusals_that_wait_go_on_before_their_time_is_over_and_when_the_service_ends() -> None:
+    turnstiles = Turnstiles()
+    coming = comers(turnstiles, "mine", 400, [])
+    await asyncio.sleep(0)
+    began_s = time.monotonic()
+    await asyncio.wait_for(turnstiles.passed("mine", left_s=0.1), 3)
+    assert time.monotonic() - began_s < 3, "the others need seven seconds"
+    assert len(turnstiles["mine"]) > 100
+    turnstiles.open()
+    await asyncio.wait_for(asyncio.gather(*coming, turnstiles.passed("mine")), 3)
+    assert len(turnstiles["mine"]) == 0
 
 
-def test_a_connection_whose_check_sent_nothing_comes_again_among_all_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_whose_check_sent_nothing_comes_again_among_all_strangers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(arriving, "_MAX_UNPROVEN", 3)
+    turnstiles, went, silent = Turnstiles(), list[str](), list[asyncio.Task[object]]()
+    doorstep = Doorstep(turnstiles)
 
-    async def scene() -> None:
-        turnstiles, went, silent = Turnstiles(), list[str](), list[asyncio.Task[object]]()
-        doorstep = Doorstep(turnstiles)
+    async def passed(namespace: str) -> None:
+        went.append("all" if namespace == "" else "first")
 
-        async def passed(namespace: str) -> None:
-            went.append("all" if namespace == "" else "first")
+    async def called(connection: str, *messages: str) -> None:
+        while len(doorstep) < MAX_WAITING_CHECKS:
+            silent.append(asyncio.create_task(doorstep.the_only(half_a_message())))
+            await asyncio.sleep(0)
+        with suppress(InvalidArgument):  # of no message
+            async with doorstep.entered(connection):
+                await doorstep.the_only(these(*messages))
 
-        async def called(connection: str, *messages: str) -> None:
-            while len(doorstep) < MAX_WAITING_CHECKS:
-                silent.append(asyncio.create_task(doorstep.the_only(half_a_message())))
-                await asyncio.sleep(0)
-            with suppress(InvalidArgument):  # of no message
-                async with doorstep.entered(connection):
-                    await doorstep.the_only(these(*messages))
-
-        monkeypatch.setattr(turnstiles, "passed", passed)
-        for connection, messages in (("a", "x"), ("a", "x"), ("b", ""), ("b", ""), ("b", "x"), ("b", "x")):
-            await called(connection, *messages)
-        assert went == ["first", "first", "first", "all", "all", "first"]
-        for connection in "cdefc":
-            await called(connection)
-        assert went[-1] == "first", "few are remembered"
-        for task in silent:
-            task.cancel()
-        await asyncio.gather(*silent, return_exceptions=True)
-
-    asyncio.run(scene())
+    monkeypatch.setattr(turnstiles, "passed", passed)
+    for connection, messages in (("a", "x"), ("a", "x"), ("b", ""), ("b", ""), ("b", "x"), ("b", "x")):
+        await called(connection, *messages)
+    assert went == ["first", "first", "first", "all", "all", "first"]
+    for connection in "cdefc":
+        await called(connection)
+    assert went[-1] == "first", "few are remembered"
+    for task in silent:
+        task.cancel()
+    await asyncio.gather(*silent, return_exceptions=True)
 
 
 def comers(turnstiles: Turnstiles, namespace: str, count: int, passed: list[int]) -> list[asyncio.Task[None]]:

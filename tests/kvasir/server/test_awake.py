@@ -35,30 +35,25 @@ def wait_until(file: Path, *, exists: bool) -> None:
         time.sleep(0.01)
 
 
-def test_a_child_holds_it_awake_from_the_first_work_to_the_last(
+async def test_a_child_holds_it_awake_from_the_first_work_to_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = play(tmp_path, monkeypatch)
     monkeypatch.setattr(awake, "SOON_S", 0.01)
     has_work = False
-
-    async def life() -> None:
-        nonlocal has_work
-        task = asyncio.create_task(Awake(lambda: has_work).run())
-        await asyncio.sleep(0.1)
-        assert not runs.exists()
-        for _ in range(2):
-            has_work = True
-            await asyncio.to_thread(wait_until, runs, exists=True)
-            assert runs.read_text() == f"-i -w {os.getpid()}\n"
-            has_work = False
-            await asyncio.to_thread(wait_until, runs, exists=False)
+    task = asyncio.create_task(Awake(lambda: has_work).run())
+    await asyncio.sleep(0.1)
+    assert not runs.exists()
+    for _ in range(2):
         has_work = True
         await asyncio.to_thread(wait_until, runs, exists=True)
-        task.cancel()
-        await asyncio.wait({task})
-
-    asyncio.run(life())
+        assert runs.read_text() == f"-i -w {os.getpid()}\n"
+        has_work = False
+        await asyncio.to_thread(wait_until, runs, exists=False)
+    has_work = True
+    await asyncio.to_thread(wait_until, runs, exists=True)
+    task.cancel()
+    await asyncio.wait({task})
     program = int((tmp_path / "pid").read_text())
     with pytest.raises(ProcessLookupError):
         os.kill(program, 0)

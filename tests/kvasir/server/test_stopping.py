@@ -49,27 +49,24 @@ async def is_healthy(address: str) -> bool:
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def test_a_watch_of_health_is_told_of_the_stop_and_does_not_delay_it(address: str) -> None:
-    async def test() -> None:
-        async with served(address) as (edge, running), grpc.aio.insecure_channel(address) as channel:
-            watches = [watch(channel, service) for service in (NAME, "", "unknown")]
-            first = [(await each.read()).status for each in watches]
-            assert first == [NOT_SERVING, health_pb2.HealthCheckResponse.SERVING, 3]
-            edge.set_ready(True)
-            assert (await watches[0].read()).status == health_pb2.HealthCheckResponse.SERVING
-            began = time.monotonic()
-            edge.stop()
-            await running
-            assert time.monotonic() - began < GRACE_S / 2
-            for each in watches[:2]:
-                assert (await each.read()).status == NOT_SERVING
-            for each in watches:
-                assert await each.read() is grpc.aio.EOF
-
-    asyncio.run(test())
+async def test_a_watch_of_health_is_told_of_the_stop_and_does_not_delay_it(address: str) -> None:
+    async with served(address) as (edge, running), grpc.aio.insecure_channel(address) as channel:
+        watches = [watch(channel, service) for service in (NAME, "", "unknown")]
+        first = [(await each.read()).status for each in watches]
+        assert first == [NOT_SERVING, health_pb2.HealthCheckResponse.SERVING, 3]
+        edge.set_ready(True)
+        assert (await watches[0].read()).status == health_pb2.HealthCheckResponse.SERVING
+        began = time.monotonic()
+        edge.stop()
+        await running
+        assert time.monotonic() - began < GRACE_S / 2
+        for each in watches[:2]:
+            assert (await each.read()).status == NOT_SERVING
+        for each in watches:
+            assert await each.read() is grpc.aio.EOF
 
 
-def test_a_watch_that_reads_nothing_keeps_no_service_from_stopping(address: str) -> None:
+async def test_a_watch_that_reads_nothing_keeps_no_service_from_stopping(address: str) -> None:
     def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
         return len(payload).to_bytes(3) + bytes((kind, flags)) + stream.to_bytes(4) + payload
 
@@ -83,40 +80,33 @@ def test_a_watch_that_reads_nothing_keeps_no_service_from_stopping(address: str)
     no_window = frame(_SETTINGS, 0, 0, (4).to_bytes(2) + (0).to_bytes(4))
     call = frame(_HEADERS, _END_HEADERS, 1, b"".join(literal(*each) for each in headers.items()))
     message = frame(_DATA, _END_STREAM, 1, b"\x00" + len(asked).to_bytes(4) + asked)
-
-    async def test() -> None:
-        async with served(address, grace_s=0.3) as (edge, running):
-            reader, writer = await asyncio.open_unix_connection(address.removeprefix("unix:"))
-            writer.write(_PREFACE + no_window + call + message)
-            async with asyncio.timeout(60):
-                while True:  # until the answer begins; its first message has no room
-                    head = await reader.readexactly(9)
-                    await reader.readexactly(int.from_bytes(head[:3]))
-                    if head[3] == _HEADERS:
-                        break
-            edge.set_ready(True)
-            edge.stop()
-            async with asyncio.timeout(2 * GRACE_S):  # gRPC by itself gives up after 20 s
-                await asyncio.shield(running)
-            writer.close()
-
-    asyncio.run(test())
+    async with served(address, grace_s=0.3) as (edge, running):
+        reader, writer = await asyncio.open_unix_connection(address.removeprefix("unix:"))
+        writer.write(_PREFACE + no_window + call + message)
+        async with asyncio.timeout(60):
+            while True:  # until the answer begins; its first message has no room
+                head = await reader.readexactly(9)
+                await reader.readexactly(int.from_bytes(head[:3]))
+                if head[3] == _HEADERS:
+                    break
+        edge.set_ready(True)
+        edge.stop()
+        async with asyncio.timeout(2 * GRACE_S):  # gRPC by itself gives up after 20 s
+            await asyncio.shield(running)
+        writer.close()
 
 
-def test_a_service_that_stops_leaves_its_successors_socket_alone(address: str) -> None:
-    async def test() -> None:
-        async with served(address) as (edge, running), grpc.aio.insecure_channel(address) as channel:
-            reading = reflecting(channel)
-            await reading.read()  # a call that is under way
-            edge.stop()
-            await asyncio.sleep(0.2)
-            async with served(address):
-                assert not running.done()
-                reading.cancel()
-                await running
-                assert await is_healthy(address)
-
-    asyncio.run(test())
+async def test_a_service_that_stops_leaves_its_successors_socket_alone(address: str) -> None:
+    async with served(address) as (edge, running), grpc.aio.insecure_channel(address) as channel:
+        reading = reflecting(channel)
+        await reading.read()  # a call that is under way
+        edge.stop()
+        await asyncio.sleep(0.2)
+        async with served(address):
+            assert not running.done()
+            reading.cancel()
+            await running
+            assert await is_healthy(address)
 
 
 def reflecting(channel: grpc.aio.Channel) -> "grpc.aio.StreamStreamCall[object, object]":

@@ -1,6 +1,5 @@
 """Every RPC of the contract, over a real socket, does what its comment says."""
 
-import asyncio
 import json
 import tarfile
 import time
@@ -154,25 +153,22 @@ def test_an_exported_agent_is_imported_the_same_and_is_a_plain_tar(client: Store
         assert archive.getnames() == names
 
 
-def test_an_archive_that_cannot_be_read_ends_its_import_with_its_own_error(
+async def test_an_archive_that_cannot_be_read_ends_its_import_with_its_own_error(
     shared_store: RunningStore, client: StoreClient, tmp_path: Path
 ) -> None:
     def broken() -> Iterator[bytes]:
         yield bytes(100)
         raise ValueError("the disk has gone")
 
-    async def by_coroutine() -> None:
-        async with AioStoreClient.connect(shared_store.address) as aio:
-            with pytest.raises(ValueError, match="the disk has gone"):
-                await aio.import_agent("unread", broken())
-            with pytest.raises(FileNotFoundError):
-                await aio.import_from_file("unread", tmp_path / "absent")
-
     with pytest.raises(ValueError, match="the disk has gone"):
         client.import_agent("unread", broken())
     with pytest.raises(FileNotFoundError):
         client.import_from_file("unread", tmp_path / "absent")
-    asyncio.run(by_coroutine())
+    async with AioStoreClient.connect(shared_store.address) as aio:
+        with pytest.raises(ValueError, match="the disk has gone"):
+            await aio.import_agent("unread", broken())
+        with pytest.raises(FileNotFoundError):
+            await aio.import_from_file("unread", tmp_path / "absent")
     with pytest.raises(NotFound):
         client.get_agent("unread")
 

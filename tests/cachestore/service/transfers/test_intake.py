@@ -47,7 +47,9 @@ class WaitingDisk(Disk):
 
 
 @pytest.mark.parametrize("point", ["open", "sync"])
-def test_a_sender_cancelled_while_its_blob_is_opened_or_synced_leaves_no_writer(point: str, tmp_path: Path) -> None:
+async def test_a_sender_cancelled_while_its_blob_is_opened_or_synced_leaves_no_writer(
+    point: str, tmp_path: Path
+) -> None:
     turn = SyntheticAgent(SMALL, 1).turn(256)
     [(digest, data)] = turn.new_blobs.items()
     disk = WaitingDisk(point)
@@ -58,27 +60,24 @@ def test_a_sender_cancelled_while_its_blob_is_opened_or_synced_leaves_no_writer(
             await intake.begin(digest, BlobKind.TENSORS, 0, data)
             await intake.end()
 
-    async def test() -> None:
-        with Lab(tmp_path / "data").open(disk) as store:
-            sending = asyncio.create_task(send(BlobIntake(AioStore(store, threads), NS)))
-            await asyncio.to_thread(disk.arrived.wait, 20)
-            sending.cancel()
-            await asyncio.sleep(0.05)
-            assert not sending.done(), "the thread still uses the writer"
-            disk.go_on.set()
-            with pytest.raises(asyncio.CancelledError):
-                await sending
-            again = BlobIntake(AioStore(store, threads), NS)
-            await asyncio.wait_for(send(again), 20)
-            outcome = again.outcomes.get_nowait()
-            assert isinstance(outcome, Stored), outcome
-            assert bytes(store.blobs.read(NS, digest)) == data
-
-    asyncio.run(test())
+    with Lab(tmp_path / "data").open(disk) as store:
+        sending = asyncio.create_task(send(BlobIntake(AioStore(store, threads), NS)))
+        await asyncio.to_thread(disk.arrived.wait, 20)
+        sending.cancel()
+        await asyncio.sleep(0.05)
+        assert not sending.done(), "the thread still uses the writer"
+        disk.go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        again = BlobIntake(AioStore(store, threads), NS)
+        await asyncio.wait_for(send(again), 20)
+        outcome = again.outcomes.get_nowait()
+        assert isinstance(outcome, Stored), outcome
+        assert bytes(store.blobs.read(NS, digest)) == data
     threads.close()
 
 
-def test_a_sender_cancelled_while_its_whole_blob_waits_behind_others_leaves_no_writer(tmp_path: Path) -> None:
+async def test_a_sender_cancelled_while_its_whole_blob_waits_behind_others_leaves_no_writer(tmp_path: Path) -> None:
     turn = SyntheticAgent(SMALL, 1).turn(256)
     [(digest, data)] = turn.new_blobs.items()
     threads = StoreThreads(4)
@@ -90,32 +89,29 @@ def test_a_sender_cancelled_while_its_whole_blob_waits_behind_others_leaves_no_w
             await intake.write(half, data[half:])
             await intake.end()
 
-    async def test() -> None:
-        with Lab(tmp_path / "data").open() as store:
-            full = BlobIntake(AioStore(store, threads), NS)
-            waits = asyncio.Event()
+    with Lab(tmp_path / "data").open() as store:
+        full = BlobIntake(AioStore(store, threads), NS)
+        waits = asyncio.Event()
 
-            class NoRoom(asyncio.Semaphore):
-                async def acquire(self) -> Literal[True]:
-                    waits.set()
-                    return await super().acquire()
+        class NoRoom(asyncio.Semaphore):
+            async def acquire(self) -> Literal[True]:
+                waits.set()
+                return await super().acquire()
 
-            full._room = NoRoom(0)
-            sending = asyncio.create_task(send(full))
-            await waits.wait()
-            sending.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await sending
-            again = BlobIntake(AioStore(store, threads), NS)
-            await asyncio.wait_for(send(again), 20)
-            outcome = again.outcomes.get_nowait()
-            assert isinstance(outcome, Stored), outcome
-
-    asyncio.run(test())
+        full._room = NoRoom(0)
+        sending = asyncio.create_task(send(full))
+        await waits.wait()
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        again = BlobIntake(AioStore(store, threads), NS)
+        await asyncio.wait_for(send(again), 20)
+        outcome = again.outcomes.get_nowait()
+        assert isinstance(outcome, Stored), outcome
     threads.close()
 
 
-def test_a_sender_cancelled_twice_leaves_no_writer_of_a_blob_that_is_whole(
+async def test_a_sender_cancelled_twice_leaves_no_writer_of_a_blob_that_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody reads its outcomes, so that the blob waits; and the one behind it is being opened."""
@@ -141,23 +137,20 @@ def test_a_sender_cancelled_twice_leaves_no_writer_of_a_blob_that_is_whole(
             await send(intake, *blobs[6])
             await asyncio.Event().wait()  # as for a sender that sends nothing more
 
-    async def test() -> None:
-        with Lab(tmp_path / "data").open(disk) as store:
-            sending = asyncio.create_task(send_all(BlobIntake(AioStore(store, threads), NS)))
-            await asyncio.to_thread(disk.arrived.wait, 20)
-            for _ in range(2):
-                sending.cancel()
-                await asyncio.sleep(0.05)
-            disk.go_on.set()
-            with pytest.raises(asyncio.CancelledError):
-                await sending
-            async with BlobIntake(AioStore(store, threads), NS) as again:
-                await send(again, *blobs[5])
-                await asyncio.wait_for(again.end(), 20)
-                outcome = again.outcomes.get_nowait()
-            assert isinstance(outcome, Stored), outcome
-
-    asyncio.run(test())
+    with Lab(tmp_path / "data").open(disk) as store:
+        sending = asyncio.create_task(send_all(BlobIntake(AioStore(store, threads), NS)))
+        await asyncio.to_thread(disk.arrived.wait, 20)
+        for _ in range(2):
+            sending.cancel()
+            await asyncio.sleep(0.05)
+        disk.go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        async with BlobIntake(AioStore(store, threads), NS) as again:
+            await send(again, *blobs[5])
+            await asyncio.wait_for(again.end(), 20)
+            outcome = again.outcomes.get_nowait()
+        assert isinstance(outcome, Stored), outcome
     threads.close()
 
 
@@ -221,63 +214,51 @@ class SyncingDisk(Disk):
         super().fsync(descriptor)
 
 
-def test_small_blobs_of_one_sender_are_synced_side_by_side(tmp_path: Path) -> None:
+async def test_small_blobs_of_one_sender_are_synced_side_by_side(tmp_path: Path) -> None:
     blobs = SyntheticAgent(SMALL, 1).turn(256 * 40).new_blobs
     disk = SyncingDisk(2)
     threads = StoreThreads(16)
-
-    async def test() -> None:
-        with Lab(tmp_path / "data").open(disk) as store:
-            async with BlobIntake(AioStore(store, threads), NS) as intake:
-                for digest, data in blobs.items():
-                    await intake.begin(digest, BlobKind.TENSORS, 0, data)
-                await intake.end()
-            assert store.blobs.find_missing(NS, list(blobs)) == []
-
-    asyncio.run(test())
+    with Lab(tmp_path / "data").open(disk) as store:
+        async with BlobIntake(AioStore(store, threads), NS) as intake:
+            for digest, data in blobs.items():
+                await intake.begin(digest, BlobKind.TENSORS, 0, data)
+            await intake.end()
+        assert store.blobs.find_missing(NS, list(blobs)) == []
     threads.close()
     assert disk.most >= 2
 
 
 @pytest.mark.parametrize("sent", [1, 7], ids=["begun", "sent whole"])
-def test_a_large_blob_that_turns_out_to_be_stored_is_acknowledged_once(sent: int, tmp_path: Path) -> None:
+async def test_a_large_blob_that_turns_out_to_be_stored_is_acknowledged_once(sent: int, tmp_path: Path) -> None:
     [(digest, data)] = SyntheticAgent(LARGE, 1).turn(256).new_blobs.items()
     threads = StoreThreads(4)
-
-    async def test() -> None:
-        with Lab(tmp_path / "data").open() as store:
-            write(store, digest, data, BlobKind.TENSORS)
-            async with BlobIntake(AioStore(store, threads), NS) as intake:
-                await intake.begin(digest, BlobKind.TENSORS, 0, data[:MIB])
-                for offset, piece in pieces(data)[1:sent]:
-                    await intake.write(offset, piece)
-                await intake.end()
-            assert intake.outcomes.get_nowait() == Stored(digest, existed=True)
-            assert intake.outcomes.empty()
-
-    asyncio.run(test())
+    with Lab(tmp_path / "data").open() as store:
+        write(store, digest, data, BlobKind.TENSORS)
+        async with BlobIntake(AioStore(store, threads), NS) as intake:
+            await intake.begin(digest, BlobKind.TENSORS, 0, data[:MIB])
+            for offset, piece in pieces(data)[1:sent]:
+                await intake.write(offset, piece)
+            await intake.end()
+        assert intake.outcomes.get_nowait() == Stored(digest, existed=True)
+        assert intake.outcomes.empty()
     threads.close()
 
 
-def test_a_large_blob_that_cannot_be_opened_is_refused_before_all_of_it_has_come(tmp_path: Path) -> None:
+async def test_a_large_blob_that_cannot_be_opened_is_refused_before_all_of_it_has_come(tmp_path: Path) -> None:
     [(digest, data)] = SyntheticAgent(LARGE, 1).turn(256).new_blobs.items()
     threads = StoreThreads(4)
-
-    async def test() -> None:
-        with Lab(tmp_path / "data").open(quota_bytes=MIB) as store:
-            async with BlobIntake(AioStore(store, threads), NS) as intake:
-                await intake.begin(digest, BlobKind.TENSORS, 0, data[:MIB])
-                await intake._written()
-                with pytest.raises(ResourceExhausted) as refused:
-                    await intake.write(MIB, data[MIB : 2 * MIB])
-            assert refused.value.reason == "QUOTA_FULL"
-            assert store.statistics.of(NS).reserved_bytes == 0
-
-    asyncio.run(test())
+    with Lab(tmp_path / "data").open(quota_bytes=MIB) as store:
+        async with BlobIntake(AioStore(store, threads), NS) as intake:
+            await intake.begin(digest, BlobKind.TENSORS, 0, data[:MIB])
+            await intake._written()
+            with pytest.raises(ResourceExhausted) as refused:
+                await intake.write(MIB, data[MIB : 2 * MIB])
+        assert refused.value.reason == "QUOTA_FULL"
+        assert store.statistics.of(NS).reserved_bytes == 0
     threads.close()
 
 
-def test_small_blobs_of_one_sender_are_listed_in_groups(tmp_path: Path) -> None:
+async def test_small_blobs_of_one_sender_are_listed_in_groups(tmp_path: Path) -> None:
     blobs = SyntheticAgent(SMALL, 1).turn(256 * 40).new_blobs
     threads = StoreThreads(16)
     listed: list[str] = []
@@ -286,36 +267,29 @@ def test_small_blobs_of_one_sender_are_listed_in_groups(tmp_path: Path) -> None:
         def reached(self, point: str) -> None:
             listed.append(point)
 
-    async def test() -> None:
-        with Lab(tmp_path / "data").open(CountingDisk()) as store:
-            listed.clear()
-            async with BlobIntake(AioStore(store, threads), NS) as intake:
-                for digest, data in blobs.items():
-                    await intake.begin(digest, BlobKind.TENSORS, 0, data)
-                await intake.end()
-            assert store.blobs.find_missing(NS, list(blobs)) == []
-
-    asyncio.run(test())
+    with Lab(tmp_path / "data").open(CountingDisk()) as store:
+        listed.clear()
+        async with BlobIntake(AioStore(store, threads), NS) as intake:
+            for digest, data in blobs.items():
+                await intake.begin(digest, BlobKind.TENSORS, 0, data)
+            await intake.end()
+        assert store.blobs.find_missing(NS, list(blobs)) == []
     threads.close()
     assert len(blobs) == 40
     assert listed.count("index: after commit") <= 10
 
 
-def test_a_small_blob_whose_sender_sends_no_more_is_made_durable_before_it_ends(tmp_path: Path) -> None:
+async def test_a_small_blob_whose_sender_sends_no_more_is_made_durable_before_it_ends(tmp_path: Path) -> None:
     [(digest, data)] = SyntheticAgent(SMALL, 1).turn(256).new_blobs.items()
     threads = StoreThreads(4)
-
-    async def test() -> None:
-        with Lab(tmp_path / "data").open() as store:
-            async with BlobIntake(AioStore(store, threads), NS) as intake:
-                await intake.begin(digest, BlobKind.TENSORS, 0, data)
-                assert await asyncio.wait_for(intake.outcomes.get(), 20) == Stored(digest, existed=False)
-
-    asyncio.run(test())
+    with Lab(tmp_path / "data").open() as store:
+        async with BlobIntake(AioStore(store, threads), NS) as intake:
+            await intake.begin(digest, BlobKind.TENSORS, 0, data)
+            assert await asyncio.wait_for(intake.outcomes.get(), 20) == Stored(digest, existed=False)
     threads.close()
 
 
-def test_small_blobs_that_were_sent_before_a_cut_are_kept(tmp_path: Path) -> None:
+async def test_small_blobs_that_were_sent_before_a_cut_are_kept(tmp_path: Path) -> None:
     blobs = SyntheticAgent(SMALL, 1).turn(256 * 3).new_blobs
     threads = StoreThreads(4)
 
@@ -325,13 +299,10 @@ def test_small_blobs_that_were_sent_before_a_cut_are_kept(tmp_path: Path) -> Non
                 await intake.begin(digest, BlobKind.TENSORS, 0, data)
             raise ConnectionError
 
-    async def test() -> None:
-        with Lab(tmp_path / "data").open() as store:
-            with pytest.raises(ConnectionError):
-                await send(BlobIntake(AioStore(store, threads), NS))
-            assert store.blobs.find_missing(NS, list(blobs)) == []
-
-    asyncio.run(test())
+    with Lab(tmp_path / "data").open() as store:
+        with pytest.raises(ConnectionError):
+            await send(BlobIntake(AioStore(store, threads), NS))
+        assert store.blobs.find_missing(NS, list(blobs)) == []
     threads.close()
 
 

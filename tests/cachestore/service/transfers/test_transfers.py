@@ -1,6 +1,5 @@
 """Blobs over a real wire: cut, stalled, contested, malformed. What is durable is not sent again, and nothing sticks."""
 
-import asyncio
 import itertools
 import threading
 import time
@@ -373,20 +372,16 @@ class ForgottenClient(AioStoreClient):
         return status
 
 
-def test_an_upload_begins_anew_when_the_store_gave_up_what_had_arrived(home: StoreHome) -> None:
+async def test_an_upload_begins_anew_when_the_store_gave_up_what_had_arrived(home: StoreHome) -> None:
     running = home.start("--grace-period-s", "0")
     turn = SyntheticAgent(LARGE, 15).turn(256)
     [(digest, data)] = turn.new_blobs.items()
     refused = write_raw(running.address, itertools.islice(frames_of(digest, data, pb.BLOB_KIND_TENSORS, 0), 2))
     assert isinstance(refused, KvasirError)
-
-    async def resume() -> None:
-        async with ForgottenClient.connect(running.address) as client:
-            assert (await AioStoreClient.write_status(client, digest)).received_bytes == 2 * MIB
-            await client.put_blobs(turn.new_blobs)
-            assert bytes(await client.get_blob(digest)) == data
-
-    asyncio.run(resume())
+    async with ForgottenClient.connect(running.address) as client:
+        assert (await AioStoreClient.write_status(client, digest)).received_bytes == 2 * MIB
+        await client.put_blobs(turn.new_blobs)
+        assert bytes(await client.get_blob(digest)) == data
 
 
 def _end_of(call: Any) -> grpc.RpcError:

@@ -1,6 +1,5 @@
 """An answer that is no message is a store that is away, not a fault of ours: the engine makes it a miss."""
 
-import asyncio
 from pathlib import Path
 
 import grpc
@@ -29,18 +28,15 @@ class Garbler(grpc.GenericRpcHandler):
 
 
 @pytest.mark.long(3)
-def test_an_answer_that_cannot_be_parsed_is_a_store_that_is_away(tmp_path: Path) -> None:
-    async def ask() -> None:
-        server = grpc.aio.server()
-        server.add_generic_rpc_handlers((Garbler(),))
-        address = f"unix:{tmp_path / 's'}"
-        server.add_insecure_port(address)
-        await server.start()
-        async with AioStoreClient.connect(address, retry_reads=False) as client:
-            with pytest.raises(Unavailable):
-                await client.get_agent("ada")
-            with pytest.raises(Unavailable):
-                await client.get_blob(Digest.of(b"anything"))
-        await server.stop(None)
-
-    asyncio.run(ask())
+async def test_an_answer_that_cannot_be_parsed_is_a_store_that_is_away(tmp_path: Path) -> None:
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((Garbler(),))
+    address = f"unix:{tmp_path / 's'}"
+    server.add_insecure_port(address)
+    await server.start()
+    async with AioStoreClient.connect(address, retry_reads=False) as client:
+        with pytest.raises(Unavailable):
+            await client.get_agent("ada")
+        with pytest.raises(Unavailable):
+            await client.get_blob(Digest.of(b"anything"))
+    await server.stop(None)

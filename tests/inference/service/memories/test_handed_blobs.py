@@ -149,27 +149,23 @@ asyncio.run(main())
 """
 
 
-def test_a_stream_that_another_took_the_place_of_hands_nothing_more(
+async def test_a_stream_that_another_took_the_place_of_hands_nothing_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """gRPC lets its requests go on: they would write over the tokens of the stream behind it."""
     handed_place(tmp_path, "default").mkdir(parents=True)
     monkeypatch.setattr(handed_upload, "_MAX_HANDED_BYTES", 1)  # one file at a time
     upload = HandedUpload(NEW.new_blobs, list(NEW.new_blobs), HandedFiles(tmp_path, "default"), None)
-
-    async def test() -> None:
-        before, behind = (upload.requests(upload.pending, 0, in_groups=False) for _ in range(2))
-        first = pb.WriteBlobsRequest.FromString(await anext(before))
-        waiting = asyncio.ensure_future(anext(before, None))
-        await asyncio.sleep(0)
-        again = pb.WriteBlobsRequest.FromString(await anext(behind))
-        assert await asyncio.wait_for(waiting, 10) is None
-        assert again.frame.digest == first.frame.digest
-        assert [path.name for path in handed_place(tmp_path, "default").iterdir()] == [again.handed] != [first.handed]
-        await upload.take_back()
-        assert list(handed_place(tmp_path, "default").iterdir()) == []
-
-    asyncio.run(test())
+    before, behind = (upload.requests(upload.pending, 0, in_groups=False) for _ in range(2))
+    first = pb.WriteBlobsRequest.FromString(await anext(before))
+    waiting = asyncio.ensure_future(anext(before, None))
+    await asyncio.sleep(0)
+    again = pb.WriteBlobsRequest.FromString(await anext(behind))
+    assert await asyncio.wait_for(waiting, 10) is None
+    assert again.frame.digest == first.frame.digest
+    assert [path.name for path in handed_place(tmp_path, "default").iterdir()] == [again.handed] != [first.handed]
+    await upload.take_back()
+    assert list(handed_place(tmp_path, "default").iterdir()) == []
 
 
 @pytest.mark.long(4)

@@ -126,43 +126,35 @@ async def all_of(files: StoreFiles, digests: Sequence[Digest]) -> list[bytes | N
     return [bytes(data) if data is not None else None async for some in files.read_in_order(digests) for data in some]
 
 
-def test_blobs_that_a_plan_will_want_are_read_before_it_is_made(store: RunningStore) -> None:
+async def test_blobs_that_a_plan_will_want_are_read_before_it_is_made(store: RunningStore) -> None:
     first, second, *rest = TURN.digests
     blob_place(store.data_dir, "default", second.hash).write_bytes(b"damaged")
-
-    async def test() -> None:
-        files, room = StoreFiles(store.data_dir, "default"), SharedRoom(1 << 30)
-        files.expect(TURN.digests, room)
-        files.expect([first], room)  # another turn's: it reads for itself
-        assert room.held_units == sum(digest.size_bytes for digest in TURN.digests)
-        await until_read(files)
-        for digest in TURN.digests:
-            blob_place(store.data_dir, "default", digest.hash).unlink()
-        found = await all_of(files, TURN.digests)
-        assert found == [TURN.new_blobs[first], None, *(TURN.new_blobs[digest] for digest in rest)]
-        assert room.held_units == 0
-        assert await all_of(files, [first]) == [None], "its bytes were kept"
-
-    asyncio.run(test())
+    files, room = StoreFiles(store.data_dir, "default"), SharedRoom(1 << 30)
+    files.expect(TURN.digests, room)
+    files.expect([first], room)  # another turn's: it reads for itself
+    assert room.held_units == sum(digest.size_bytes for digest in TURN.digests)
+    await until_read(files)
+    for digest in TURN.digests:
+        blob_place(store.data_dir, "default", digest.hash).unlink()
+    found = await all_of(files, TURN.digests)
+    assert found == [TURN.new_blobs[first], None, *(TURN.new_blobs[digest] for digest in rest)]
+    assert room.held_units == 0
+    assert await all_of(files, [first]) == [None], "its bytes were kept"
 
 
-def test_files_that_no_plan_wants_are_forgotten_and_take_little_room(
+async def test_files_that_no_plan_wants_are_forgotten_and_take_little_room(
     store: RunningStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reads, "SOON_S", 0.1)
-
-    async def test() -> None:
-        files, size_bytes = StoreFiles(store.data_dir, "default"), TURN.digests[0].size_bytes
-        room = SharedRoom(8 * 2 * size_bytes)
-        room.take("other", size_bytes)
-        files.expect(TURN.digests, room)
-        assert list(files._expected) == [TURN.digests[0]], "an eighth of the room at most, with what others hold"
-        await until_read(files)
-        await asyncio.sleep(0.2)
-        blob_place(store.data_dir, "default", TURN.digests[0].hash).unlink()
-        assert (room.held("default"), await all_of(files, TURN.digests[:1])) == (0, [None])
-
-    asyncio.run(test())
+    files, size_bytes = StoreFiles(store.data_dir, "default"), TURN.digests[0].size_bytes
+    room = SharedRoom(8 * 2 * size_bytes)
+    room.take("other", size_bytes)
+    files.expect(TURN.digests, room)
+    assert list(files._expected) == [TURN.digests[0]], "an eighth of the room at most, with what others hold"
+    await until_read(files)
+    await asyncio.sleep(0.2)
+    blob_place(store.data_dir, "default", TURN.digests[0].hash).unlink()
+    assert (room.held("default"), await all_of(files, TURN.digests[:1])) == (0, [None])
 
 
 @pytest.mark.long(3)
