@@ -370,6 +370,8 @@ def test_a_turn_waits_for_its_engine_as_often_as_it_is_given_and_no_longer_than_
     retries, away = Retries(times=5000), Unavailable("the engine is away")
     waits = [retries.wait(away, attempt) for attempt in (1, 2, 6, 1025, 5000, 5001)]
     assert waits == [0.5, 1.0, 10.0, 10.0, 10.0, None]
+    full = ResourceExhausted("the disk is full", retry_after_s=60.0)
+    assert [retries.wait(full, attempt) for attempt in (1, 6, 5001)] == [60.0, 60.0, None]
 
 
 def test_an_agent_that_somebody_else_changed_is_not_gone_on_with(house: House, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ _MOST_DOUBLINGS = 64  # a run may wait for its engine overnight, and 2.0**1024 i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retries:
-    """What happens to a turn that breaks. Each wait is twice the last, or longer if the engine wants it."""
+    """What happens to a turn that breaks. Each wait is twice the last, up to the longest, or what the engine wants."""
 
     times: int = 6
     wait_s: float = 0.5
@@ -33,7 +33,7 @@ class Retries:
         if not is_passing or attempt > self.times:
             return None
         doublings = min(attempt - 1, _MOST_DOUBLINGS)
-        return min(max(self.wait_s * 2.0**doublings, error.retry_after_s or 0.0), self.longest_s)
+        return max(min(self.wait_s * 2.0**doublings, self.longest_s), error.retry_after_s or 0.0)
 
 
 async def run(
