@@ -77,6 +77,21 @@ class PostgresServer:
     def stop(self) -> None:
         self._end(signal.SIGQUIT)
 
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """For this time, as a machine that hangs: connections stay, and nothing answers."""
+        assert self._process
+        with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
+            found = connection.execute("SELECT pid FROM pg_stat_activity WHERE pid <> pg_backend_pid()").fetchall()
+        stopped = [self._process.pid, *(pid for (pid,) in found)]
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in stopped:
+                os.kill(pid, signal.SIGCONT)
+
     def configure(self, **settings: str) -> None:
         with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
             for name, value in settings.items():

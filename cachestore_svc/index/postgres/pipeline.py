@@ -4,11 +4,12 @@ library's own pipeline wakes both sides for each statement, which costs several 
 
 import re
 import select
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import psycopg
+from kvasir.waits import ANSWER_S
 from psycopg.adapt import Transformer
 from psycopg.errors import error_from_result
 from psycopg.pq import ConnStatus, ExecStatus
@@ -86,8 +87,10 @@ class Statement(NamedTuple):
 class Pipeline:
     """Of one connection. Used by one thread."""
 
-    def __init__(self, connection: "psycopg.Connection[Any]") -> None:
+    def __init__(self, connection: "psycopg.Connection[Any]", check_alive: Callable[[], None]) -> None:
+        """`check_alive`: raises psycopg.OperationalError where a server that was silent for a while hangs."""
         self._connection = connection
+        self._check_alive = check_alive
         self._transformer = Transformer(connection)
         self._encoding = connection.info.encoding
         self._prepared: dict[_Key, bytes] = {}  # names, by text and types
@@ -108,7 +111,7 @@ class Pipeline:
         server.enter_pipeline_mode()
         try:
             sent = self._send(server, statements)
-            results = _received(server)
+            results = _received(server, self._check_alive)
         except BaseException:
             self._connection.close()  # more results may come
             raise
@@ -155,7 +158,7 @@ class Pipeline:
         return text.encode(self._encoding)
 
 
-def _received(server: PGconn) -> list[PGresult]:
+def _received(server: PGconn, check_alive: Callable[[], None]) -> list[PGresult]:
     """All results, up to the last or to the connection's end. Sends and receives at once: neither side waits for the
     other with a full buffer."""
     results: list[PGresult] = []
@@ -164,7 +167,8 @@ def _received(server: PGconn) -> list[PGresult]:
     while True:
         is_sent = is_sent or server.flush() == 0
         ready.register(server.socket, select.POLLIN if is_sent else select.POLLIN | select.POLLOUT)
-        ready.poll()
+        if not ready.poll(1000 * ANSWER_S):  # it may work on a long statement, or wait for a lock
+            check_alive()
         server.consume_input()
         while not server.is_busy():
             result = server.get_result()

@@ -192,7 +192,8 @@ class PostgresCatalog(Catalog):
                 result = self._found_by(operation, connection, rows)
             except BaseException as error:  # noqa: BLE001  it belongs to the caller
                 connection.roll_back()
-                if is_last or isinstance(error, KvasirError) or not (connection.is_lost or is_again(error)):
+                is_refused = isinstance(error, KvasirError | psycopg.errors.ConnectionTimeout)
+                if is_last or is_refused or not (connection.is_lost or is_again(error)):
                     operation.answer.set_exception(translated(error))
                     return
             else:
@@ -234,7 +235,8 @@ class PostgresCatalog(Catalog):
     def _write(self, connection: Session, operations: list[Operation], more: Iterable[Operation] = ()) -> None:
         """As a group; alone where the group sank for a reason that is not the server's or another transaction's."""
         failure: BaseException
-        for _ in range(1 if self._is_down else _TRIES):
+        tries_left = 1 if self._is_down else _TRIES
+        while tries_left > 0:
             try:
                 if connection.is_lost:
                     connection.connect()
@@ -247,6 +249,7 @@ class PostgresCatalog(Catalog):
                 break
             except (psycopg.Error, OSError) as error:
                 failure = error
+                tries_left -= _taken_by(error)
                 if connection.is_lost or is_again(error):
                     if self._ending.wait(PAUSE_S) and connection.is_lost:
                         break
@@ -319,9 +322,10 @@ class PostgresCatalog(Catalog):
         self._acknowledged = self._groups
 
     def _took_effect(self) -> bool:
-        """Whether the last group is durable. Waits for the database as long as the store is open: nobody is answered
-        before that is known, and nothing is done twice. Raises Unavailable (CLOSED), FailedPrecondition.
+        """Whether the last group is durable. Waits for the database as long as the store is open: nobody of the group
+        is answered before that is known, and nothing is done twice. Raises Unavailable (CLOSED), FailedPrecondition.
         """
+        tries_left = _TRIES
         while not self._ending.is_set():
             try:
                 self._writer.connect()
@@ -329,7 +333,10 @@ class PostgresCatalog(Catalog):
                 found = self._own_row(self._writer)
                 _check_not_behind(self._writer, found, self._acknowledged)
                 return bool(found[0][0] == self._groups)
-            except psycopg.Error:
+            except psycopg.Error as error:
+                tries_left -= _taken_by(error)
+                while tries_left <= 0 and (behind := self._next(self._writes)):
+                    behind.answer.set_exception(translated(error))
                 self._ending.wait(PAUSE_S)
             finally:
                 self._writer.close()  # it has no lock
@@ -338,6 +345,11 @@ class PostgresCatalog(Catalog):
     def _own_row(self, session: Session) -> list[tuple[Any, ...]]:
         """This store's row of `writers`, once no other session is about to change it."""
         return session.execute(f"{_OWN_ROW} {self._epoch:d} FOR UPDATE").fetchall()
+
+
+def _taken_by(error: BaseException) -> int:
+    """How many of _TRIES a failure takes: a server that stands still costs each of them as long as ten others."""
+    return 10 if isinstance(error, psycopg.errors.ConnectionTimeout) else 1
 
 
 def _keep_number(session: Session, rows: CatalogChange) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import psycopg
 from kvasir.errors import InvalidArgument, KvasirError, Unavailable
+from kvasir.waits import ANSWER_S
 from psycopg.adapt import Buffer, Loader
 
 from cachestore_svc.blobs.disk import disk_full
@@ -59,7 +60,8 @@ class Session:
             words = "catalog: expected postgresql://USER@HOST/DATABASE"  # what was given may hold a password
             raise InvalidArgument(words, field="catalog") from None
         ours = " ".join(f"-c {name}={value}" for name, value in _OF_SERVER.items())
-        options = f"{ours} {given.get('options', '')}"  # the last word is the address's
+        # The last word is the address's, but for the schema.
+        options = f"{ours} {given.get('options', '')} -c search_path={SCHEMA}"
         self._given: dict[str, Any] = {**_SETTINGS, **given, "options": options}
         self._connection: psycopg.Connection[tuple[Any, ...]] | None = None
         self._pipeline: Pipeline | None = None
@@ -78,8 +80,19 @@ class Session:
         self.close()
         self._connection = psycopg.connect(**self._given, autocommit=True)
         self._connection.adapters.register_loader("numeric", _WholeNumber)
-        self._connection.execute(f"SET search_path = {SCHEMA}")
-        self._pipeline = Pipeline(self._connection)
+        self._pipeline = Pipeline(self._connection, self._check_alive)
+
+    def _check_alive(self) -> None:
+        """Raises psycopg.OperationalError where the session's server, which other sessions of the address may not have,
+        takes no connection: it or its machine stands still, and TCP alone would never report that."""
+        info = self._connected.info
+        where = {"host": info.host, "hostaddr": info.hostaddr, "port": info.port, "target_session_attrs": "any"}
+        try:
+            psycopg.connect(**{**self._given, **where, "connect_timeout": int(ANSWER_S)}).close()
+        except psycopg.errors.ConnectionTimeout:
+            raise psycopg.OperationalError("the server does not answer") from None
+        except psycopg.Error:
+            return  # also a refusal is an answer
 
     def close(self) -> None:
         for each in (self._waiting, self._ahead, self._found, self.numbers):

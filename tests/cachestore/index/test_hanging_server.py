@@ -1,0 +1,78 @@
+"""A server of PostgreSQL that stands still, as a paused machine: callers hear of it soon, and nothing is done twice."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+
+import pytest
+from kvasir.errors import Unavailable
+
+from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.index.catalog import HOUSE, Catalog, open_postgres
+from cachestore_svc.index.postgres import pipeline, postgres_catalog, session
+from tests.cachestore.index.test_postgres import add_one, count_of
+from tests.running.postgres import PostgresServer, postgres  # noqa: F401
+
+_SOON_S = 20.0
+pytestmark = pytest.mark.long(10)
+
+
+class StopsAtCommit(Disk):
+    def __init__(self, server: PostgresServer) -> None:
+        self.server, self.stopped = server, ExitStack()
+        self.is_armed = False
+
+    def reached(self, point: str) -> None:
+        if self.is_armed and point == "index: before commit":
+            self.is_armed = False
+            self.stopped.enter_context(self.server.standing_still())
+
+
+@pytest.fixture
+def disk(postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> StopsAtCommit:  # noqa: F811
+    monkeypatch.setattr(pipeline, "ANSWER_S", 0.2)
+    monkeypatch.setattr(session, "ANSWER_S", 2.0)
+    return StopsAtCommit(postgres)
+
+
+@pytest.fixture
+def catalog(postgres: PostgresServer, disk: StopsAtCommit) -> Iterator[Catalog]:  # noqa: F811
+    url = postgres.url(postgres.new_database())
+    with closing(open_postgres(url, disk, lambda: 0)) as opened:
+        assert opened.write(HOUSE, add_one) == 1
+        assert opened.read(HOUSE, count_of) == 1
+        yield opened
+
+
+def test_reads_and_writes_of_a_server_that_stands_still_are_unavailable(
+    postgres: PostgresServer,  # noqa: F811
+    catalog: Catalog,
+) -> None:
+    with ThreadPoolExecutor(2) as threads, postgres.standing_still():
+        asked = threads.submit(catalog.read, HOUSE, count_of), threads.submit(catalog.write, HOUSE, add_one)
+        for each in asked:
+            assert isinstance(error := each.exception(_SOON_S), Unavailable)
+            assert error.reason == "INDEX_FAILED"
+    assert catalog.write(HOUSE, add_one) == catalog.read(HOUSE, count_of) == 2
+
+
+def test_writes_behind_a_commit_that_hangs_are_unavailable_and_it_takes_effect_once(
+    catalog: Catalog, disk: StopsAtCommit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(postgres_catalog, "_TRIES", 1)
+    disk.is_armed = True
+    with ThreadPoolExecutor(2) as threads:
+        with disk.stopped:
+            hangs = threads.submit(catalog.write, HOUSE, add_one)
+            while disk.is_armed:
+                time.sleep(0.01)
+            behind = threads.submit(catalog.write, HOUSE, add_one)
+            assert isinstance(behind.exception(_SOON_S), Unavailable)
+            assert not hangs.done()
+        assert hangs.result(_SOON_S) == 2
+    assert catalog.read(HOUSE, count_of) == 2
+
+
+def test_a_long_statement_of_a_server_that_is_well_is_waited_for(catalog: Catalog, disk: StopsAtCommit) -> None:
+    assert catalog.read(HOUSE, lambda view: view.all("SELECT pg_sleep(1), 7 AS value"))[0][1] == 7
