@@ -1,6 +1,7 @@
 """Refusals in each API's shape: status, body and headers. Of a request they repeat field names and nothing else."""
 
 import logging
+import math
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -25,6 +26,8 @@ from starlette.responses import JSONResponse, Response
 from kvasir_gateway.turn import AsWritten, json_line, renamed, sse
 
 _log = logging.getLogger(__name__)
+# Reasons for which a caller must shorten its conversation: to try again would not help.
+_TOO_LONG = ("CONTEXT_EXCEEDED", "MEMORY_EXCEEDED", "PROMPT_TOO_LARGE")
 _strangers = StrangersLines(time.monotonic)
 
 
@@ -60,9 +63,20 @@ def http_status(error: KvasirError) -> int:
         return 405
     if error.reason == "SENDER_STALLED":
         return 408
-    if error.reason in ("CONTEXT_EXCEEDED", "PROMPT_TOO_LARGE"):
-        return 400  # to try again would not help
+    if error.reason in _TOO_LONG:
+        return 400
     return answer_to(error).http_status
+
+
+def _message(error: KvasirError) -> str:
+    """A client compacts its history where a refusal has the words of its own service: most of them read no code."""
+    if error.reason not in _TOO_LONG or (error.field or "").endswith("max_tokens"):
+        return error.message
+    given, most = (error.metadata.get(name) for name in ("prompt_tokens", "context_tokens"))
+    if given is None or most is None:
+        return f"{error.message}: prompt is too long"
+    maximum = f"this model's maximum context length is {most} tokens"
+    return f"{error.message}: prompt is too long: {given} tokens > {most} maximum; {maximum}"
 
 
 def openai(error: KvasirError, request_id: str) -> Refusal:
@@ -71,11 +85,11 @@ def openai(error: KvasirError, request_id: str) -> Refusal:
     code: str | None = error.reason.lower()
     if isinstance(error, Unauthenticated):
         code = "invalid_api_key"
-    elif error.reason == "CONTEXT_EXCEEDED":
+    elif error.reason in _TOO_LONG:
         code = "context_length_exceeded"
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    body = {"error": {"message": error.message, "type": kind, "param": error.field, "code": code}}
+    body = {"error": {"message": _message(error), "type": kind, "param": error.field, "code": code}}
     return Refusal(status, body, {"x-request-id": request_id, **_retry_after(error)})
 
 
@@ -94,7 +108,7 @@ def anthropic(error: KvasirError, request_id: str) -> Refusal:
         529: "overloaded_error",
     }
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "api_error")
-    said: dict[str, Any] = {"type": kind, "message": error.message}
+    said: dict[str, Any] = {"type": kind, "message": _message(error)}
     if error.field == "thread":  # then its SDK leaves it out, and sends the whole conversation
         said["details"] = {"error_code": "thread_unsupported_request"}
     body = {"type": "error", "error": said, "request_id": request_id}
@@ -109,7 +123,7 @@ def kvasir(error: KvasirError, request_id: str) -> Refusal:
 
 def ollama(error: KvasirError, request_id: str) -> Refusal:
     """{"error": message}"""
-    return Refusal(http_status(error), {"error": error.message}, {"x-request-id": request_id, **_retry_after(error)})
+    return Refusal(http_status(error), {"error": _message(error)}, {"x-request-id": request_id, **_retry_after(error)})
 
 
 def _as_event(shape: Shape, event: str = "") -> Callable[[KvasirError, str], str]:
@@ -227,6 +241,7 @@ def _path(location: tuple[int | str, ...]) -> str:
 
 
 def _retry_after(error: KvasirError) -> dict[str, str]:
-    if error.retry_after_s is None or not isinstance(error, Unavailable | ResourceExhausted | PermissionDenied):
+    may_pass = error.reason not in _TOO_LONG and isinstance(error, Unavailable | ResourceExhausted | PermissionDenied)
+    if error.retry_after_s is None or not may_pass:
         return {}
-    return {"retry-after": str(max(1, round(error.retry_after_s)))}
+    return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from kvasir.errors import InvalidArgument
+from kvasir.errors import InvalidArgument, ResourceExhausted
 from kvasir_gateway.anthropic_messages import MessagesRequest
 from kvasir_gateway.errors import api_of, malformed
 from kvasir_gateway.openai.chat import ChatRequest
@@ -70,6 +70,43 @@ def test_an_engines_refusal_names_the_field_that_the_caller_wrote(
     if path in (CHAT, COMPLETIONS, RESPONSES):
         assert error["param"] == field
     assert CUT not in front.gateway.log + front.house.engine.log
+
+
+# By these words Claude Code, opencode, pi, OpenClaw and Roo Code know that they must compact their history.
+FULL = (
+    r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)",
+    r"maximum context length is \d+ tokens",
+    r"(?i)this model's maximum context",
+)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES, OLLAMA])
+def test_agents_know_by_a_refusals_words_that_their_history_is_too_long(front: Front, path: str) -> None:
+    said = [{"role": "user", "content": "word " * 20_000}]
+    body = {**LEAST.get(path, {"model": MODEL}), "messages": said, "input": said, "prompt": said[0]["content"]}
+    body = {name: value for name, value in body.items() if name in LEAST.get(path, {"model": 0, "messages": 0})}
+    answer = httpx.post(front.gateway.url + path, json=body, headers=front.bearer(), timeout=60)
+    error = answer.json()["error"]
+    assert (answer.status_code, "retry-after" in answer.headers) == (400, False)
+    text = error if path == OLLAMA else error["message"]
+    assert all(re.search(words, text) for words in FULL), text
+    if path not in (MESSAGES, OLLAMA):
+        assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, OLLAMA])
+def test_a_prompt_that_no_memory_holds_is_not_tried_again(path: str) -> None:
+    numbers = {"needed_bytes": "9", "budget_bytes": "5"}
+    text = "KV memory: the turn's KV may need 9 bytes; the engine has 5"
+    error = ResourceExhausted(text, reason="MEMORY_EXCEEDED", retry_after_s=1.0, metadata=numbers)
+    refusal = api_of(path).shape(error, "r")
+    assert (refusal.status, "retry-after" in refusal.headers) == (400, False)
+    assert f"{text}: prompt is too long" in json.dumps(refusal.body)
+
+
+def test_retry_after_is_rounded_up_to_whole_seconds() -> None:
+    error = ResourceExhausted("queue", reason="QUEUE_FULL", retry_after_s=2.4)
+    assert api_of(CHAT).shape(error, "r").headers["retry-after"] == "3"
 
 
 @pytest.mark.parametrize(
