@@ -400,7 +400,29 @@ class _Short(sqlite3.Connection):
         return super().serialize(name=name)
 
 
-@pytest.mark.parametrize("failure", [MemoryError(), sqlite3.OperationalError("unable to serialize 'main'")])
+_NO_MEMORY = [MemoryError(), sqlite3.OperationalError("unable to serialize 'main'")]
+
+
+@pytest.mark.parametrize("failure", _NO_MEMORY)
+def test_a_start_without_memory_for_the_index_is_refused_and_changes_nothing(
+    tmp_path: Path, bucket: Hooked, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    _set(catalog := _catalog(tmp_path / "a", bucket), "one")
+    catalog.close()
+    names, connect = bucket.names("index"), sqlite3.connect
+    with monkeypatch.context() as patched:
+        patched.setattr(sqlite3, "connect", partial(connect, factory=_Short))
+        patched.setattr(_Short, "failures", [failure])
+        with pytest.raises(Unavailable, match="no memory") as refused:
+            _catalog(tmp_path / "a", bucket)
+    assert refused.value.reason == "INDEX_FAILED"
+    assert bucket.names("index") == names
+    second = _catalog(tmp_path / "a", bucket)
+    assert _has(second, "one")
+    second.close()
+
+
+@pytest.mark.parametrize("failure", _NO_MEMORY)
 def test_a_write_for_whose_image_no_memory_is_left_happens_once_and_counts_when_there_is(
     tmp_path: Path, bucket: Hooked, monkeypatch: pytest.MonkeyPatch, failure: Exception
 ) -> None:

@@ -110,6 +110,9 @@ class BucketCatalog(Catalog):
                     CatalogChange(connection).set_fact(_PLACE, "lost")
                 if self._only_looks or self._follow(connection):
                     return connection
+            except MemoryError:
+                words = "there is no memory for the index, which a store in a bucket has in memory as a whole"
+                raise Unavailable(words, reason="INDEX_FAILED", retry_after_s=RETRY_S) from None
             except BaseException as error:  # noqa: BLE001  it belongs to the opener of the store
                 raise self._translated(error) from None
             connection.close()
@@ -120,7 +123,7 @@ class BucketCatalog(Catalog):
         change = CatalogChange(connection)
         starts = [*(change.fact(_STARTS) or "").split(), f"{self._owner.start}:{self._state.number + 1}"]
         change.set_fact(_STARTS, " ".join(starts[-_MOST_STARTS:]))
-        return self._ship(connection.serialize()) and not self._is_given_up()
+        return self._ship(_image(connection)) and not self._is_given_up()
 
     def _is_given_up(self) -> bool:
         """Whether the last object's number was free because the store before gave up its own one for a newer image."""
