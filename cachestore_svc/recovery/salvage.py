@@ -100,11 +100,10 @@ class Found:
     def __init__(self, blobs: NamespaceBlobs, names: PlainNames) -> None:
         self._blobs = blobs
         self.names = names
-        listing = blobs.list()
-        self._hashes = {*map(names.hash, listing.blobs), *(aside.hash for aside in listing.asides)}
 
     def hashes(self) -> list[str]:
-        return sorted(self._hashes)
+        listing = self._blobs.list()
+        return sorted({*map(self.names.hash, listing.blobs), *(aside.hash for aside in listing.asides)})
 
     def whole(self, digest: Digest, kind: BlobKind) -> BlobFacts | None:
         """The facts of a blob, if its bytes are whole. A blob that was set aside gets its name back."""

@@ -143,15 +143,20 @@ class BlobsOfNamespace:
         return data[:most_bytes]
 
     def unverified(self, hash_: str, most_bytes: int) -> Iterator[tuple[memoryview, Aside | None]]:
-        asides = [each for each in self.list().asides if each.hash == hash_]
-        editions = [(_name(hash_, edition), None) for edition in self._later(hash_)]
-        for name, aside in [(hash_, None), *editions, *((_aside_name(each), each) for each in asides)]:
+        for name, aside in self._copies(hash_):
             try:
                 data = self._bucket.get(self._object(name), most_bytes + 1)
             except FileNotFoundError:  # a bucket that does not answer has lost nothing: that is raised
                 continue
             if len(data) <= most_bytes:
                 yield data, aside
+
+    def _copies(self, hash_: str) -> Iterator[tuple[str, Aside | None]]:
+        """Names of a blob's objects. The bucket is listed only where those before are not enough: for each blob of a
+        recovery that would be most of its time."""
+        yield hash_, None
+        yield from ((_name(hash_, edition), None) for edition in self._later(hash_))
+        yield from ((_aside_name(each), each) for each in self.list().asides if each.hash == hash_)
 
     def size_bytes(self, hash_: str) -> int | None:
         size = self._bucket.size_bytes(self._object(hash_))

@@ -22,6 +22,8 @@ from cachestore_svc.blobs.disk import READ_BACK_BYTES, Disk
 from cachestore_svc.config import ConfigError, read_settings
 from cachestore_svc.facts.records import BlobKind
 from cachestore_svc.recovery.medium import blobs_of
+from cachestore_svc.recovery.salvage import Found
+from cachestore_svc.sealing.sealed_names import PLAIN_NAMES
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, publish
 from tests.made_models.synthetic import SMALL, SyntheticAgent, full_layers, kv_identity
@@ -359,6 +361,23 @@ def test_a_recovery_does_not_take_blobs_of_a_bucket_that_is_away_for_lost(tmp_pa
     bucket.is_away = True
     with pytest.raises(OSError, match="away"):
         list(lab.blobs.of(NS).unverified(digest.hash, len(data)))
+
+
+def test_a_recovery_lists_no_bucket_for_a_blob_that_lies_under_its_name(
+    tmp_path: Path, bucket: AwayBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab, [first, second, third] = _lab(tmp_path / "a", bucket), _blobs(3)
+    with lab.open() as store:
+        digests = [_put(store, data) for data in (first, second, third)]
+    blobs = lab.blobs.of(NS)
+    blobs.set_aside(digests[2].hash, 1)
+    lists, names = list[str](), bucket.names
+    monkeypatch.setattr(bucket, "names", lambda folder, **more: lists.append(folder) or names(folder, **more))
+    found = Found(blobs, PLAIN_NAMES)
+    assert [found.whole(digest, BlobKind.TENSORS) is not None for digest in digests[:2]] == [True, True]
+    assert lists == []
+    assert found.whole(digests[2], BlobKind.TENSORS) is not None
+    assert found.hashes() == sorted(digest.hash for digest in digests)
 
 
 def test_a_deleted_blob_leaves_bucket_and_tier_behind_its_row(tmp_path: Path, bucket: AwayBucket) -> None:
