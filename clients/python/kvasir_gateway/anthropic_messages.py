@@ -58,12 +58,12 @@ class RequestMetadata(turns.Lenient):
     user_id: str | None = None
 
 
-class OutputFormat(turns.Lenient):
+class OutputFormat(turns.Body):
     type: Literal["json_schema"]
     schema_: turns.FreeObject = Field(alias="schema")
 
 
-class OutputConfig(turns.Lenient):
+class OutputConfig(turns.Body):
     format: OutputFormat | None = None
     effort: str | None = Field(None, description="Applied where the model's template reads one.")
 

@@ -78,7 +78,7 @@ class ResponseFormat(turns.Body):
     json_schema: SchemaFormat | None = None
 
 
-class ThinkingSetting(turns.Lenient):
+class ThinkingSetting(turns.Body):
     """How much the model reasons. A budget ends its thoughts after so many tokens."""
 
     type: Literal["enabled", "disabled", "adaptive", "auto"]

@@ -21,6 +21,9 @@ _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant"
 _ID = re.compile(r"(resp_[01]|msg_|rs_|fc_)([0-9A-Za-z_-]{1,600})(?:\.([0-9]{1,3}))?")
 _SUMMARY = ("summary", "generate_summary")
 _REASONING = ("effort", "summary", "generate_summary", "context")
+# Of `include`: what is there without a request, or of tools that this server does not run.
+_INCLUDED = re.compile(r"(file_search|web_search|computer|code_interpreter)_call.*|message\.input_image\..*")
+_SEALED = "reasoning.encrypted_content"
 # What another server's tools did.
 _SERVED = (
     *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"),
@@ -131,6 +134,8 @@ class ResponsesRequest(turns.Body):
         turns.refuse_unless(
             (), {"conversation": self.conversation, "prompt": self.prompt, "max_tool_calls": self.max_tool_calls}
         )
+        if any(name != _SEALED and not _INCLUDED.fullmatch(name) for name in self.include or ()):
+            reading.ignore("include")
         if self.text is not None:
             reading.ignore_unless(("medium",), **{"text.verbosity": self.text.verbosity})
         system = (turns.Said("system", reading.content("system", [self.instructions])),) if self.instructions else ()
@@ -168,7 +173,7 @@ class ResponsesRequest(turns.Body):
 
     @property
     def wants_sealed(self) -> bool:
-        return "reasoning.encrypted_content" in (self.include or ())
+        return _SEALED in (self.include or ())
 
     @property
     def grouped(self) -> dict[str, tuple[str, str]]:
