@@ -1,11 +1,15 @@
-"""A signal that Python notes between a prompt and its wait for keys ends that wait all the same."""
+"""A signal ends a wait for keys, also one that Python notes between a prompt and the wait; and it ends an import."""
 
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
+import kvasir.__main__
 import pytest
 
 # A thread's own signal is noted for the main thread, whose wait goes on: as one that comes just before the wait.
@@ -42,3 +46,43 @@ def test_a_signal_that_comes_just_before_the_wait_for_keys_is_answered_without_a
         finally:
             process.kill()
             os.close(ours)
+
+
+# Importing the command line is where its program spends the first half second.
+_INTERRUPTED_IMPORT = """
+import os, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "kvasir.cli.main":
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts the tests in the background ignores it
+sys.meta_path.insert(0, Interrupting())
+from kvasir.__main__ import main
+main()
+"""
+
+
+def test_ctrl_c_while_the_command_line_is_imported_ends_it_without_a_trace() -> None:
+    program = [sys.executable, "-c", _INTERRUPTED_IMPORT, "--version"]
+    ended = subprocess.run(program, capture_output=True, text=True, check=False, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
+
+
+@pytest.mark.parametrize(
+    ("before", "while_it_runs"),
+    [(signal.default_int_handler, signal.default_int_handler), (signal.SIG_IGN, signal.SIG_IGN)],
+)
+def test_ctrl_c_is_a_commands_own_once_it_runs_unless_its_caller_ignores_it(
+    monkeypatch: pytest.MonkeyPatch, before: Any, while_it_runs: Any
+) -> None:
+    found: list[Any] = []
+    command_line = SimpleNamespace(main=lambda: found.append(signal.getsignal(signal.SIGINT)))
+    monkeypatch.setitem(sys.modules, "kvasir.cli.main", command_line)
+    own = signal.signal(signal.SIGINT, before)
+    try:
+        kvasir.__main__.main()
+    finally:
+        signal.signal(signal.SIGINT, own)
+    assert found == [while_it_runs]
