@@ -182,8 +182,9 @@ def test_at_a_gate_something_happens_once_while_no_turn_is_in_flight() -> None:
         assert f"{phase + 1} begins" not in happened[:act]
 
 
-def test_what_breaks_at_a_gate_is_raised_by_all_who_wait_and_by_those_who_come() -> None:
-    async def broken() -> None:
+async def test_what_breaks_at_a_gate_is_raised_by_all_who_wait_and_by_those_who_come() -> None:
+    async with asyncio.timeout(10):
+
         async def act() -> None:
             raise RuntimeError("no store")
 
@@ -192,8 +193,6 @@ def test_what_breaks_at_a_gate_is_raised_by_all_who_wait_and_by_those_who_come()
             with pytest.raises(RuntimeError, match="no store"):
                 async with gate.turn(0, 0):
                     pass
-
-    asyncio.run(asyncio.wait_for(broken(), 10))
 
 
 @pytest.fixture(scope="module")

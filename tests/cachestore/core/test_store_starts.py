@@ -241,7 +241,7 @@ def test_a_disk_that_fails_once_does_not_end_collection(lab: Lab) -> None:
         assert store.statistics.of(NS).blob_count == 0
 
 
-def test_a_database_that_is_away_ends_no_collection_of_a_stores_own_and_is_no_fault_of_it() -> None:
+async def test_a_database_that_is_away_ends_no_collection_of_a_stores_own_and_is_no_fault_of_it() -> None:
     """It may be away for hours: then the log would have a traceback each time."""
     tries: list[int] = []
 
@@ -250,16 +250,13 @@ def test_a_database_that_is_away_ends_no_collection_of_a_stores_own_and_is_no_fa
         raise Unavailable("the database is away", reason="INDEX_UNREACHABLE")
 
     store: Any = SimpleNamespace(care=SimpleNamespace(collect_own=away))
-
-    async def collect_twice() -> None:
-        threads = StoreThreads(2)
-        task = asyncio.create_task(collect_own_regularly(store, threads, 0.01))
-        while len(tries) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        threads.close()
-
     with structlog.testing.capture_logs() as logs:
-        asyncio.run(asyncio.wait_for(collect_twice(), 20))
+        async with asyncio.timeout(20):
+            threads = StoreThreads(2)
+            task = asyncio.create_task(collect_own_regularly(store, threads, 0.01))
+            while len(tries) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            threads.close()
     assert logs[0] == {"event": "gc.failed", "log_level": "warning", "reason": "INDEX_UNREACHABLE"}

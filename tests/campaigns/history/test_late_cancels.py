@@ -213,20 +213,17 @@ class _Loaded(Dice):
         return next(self._answers)
 
 
-def test_a_life_tells_the_turns_of_a_memory_by_their_words_where_two_memories_are_equally_long(world: World) -> None:
+async def test_a_life_tells_the_turns_of_a_memory_by_their_words_where_two_memories_are_equally_long(
+    world: World,
+) -> None:
     """With its reply, the cancelled turn has 44 tokens, and the branch beside it 43."""
-
-    async def played() -> Life:
-        async with _CancelsLate.connect(world.engines[0].address) as client:
-            life = Life(Lives([client], [AioStoreClient.connect(world.house.store.address)], 31), "equally long")
-            life.number, life.dice = 3, _Loaded([28, 32, 38], [False, True, False, False, False])
-            try:
-                for act in (life.cancelled_turn, life.turn, life.turn):
-                    await act()
-            finally:
-                await life.world.store.close()
-            return life
-
-    life = asyncio.run(played())
+    async with _CancelsLate.connect(world.engines[0].address) as client:
+        life = Life(Lives([client], [AioStoreClient.connect(world.house.store.address)], 31), "equally long")
+        life.number, life.dice = 3, _Loaded([28, 32, 38], [False, True, False, False, False])
+        try:
+            for act in (life.cancelled_turn, life.turn, life.turn):
+                await act()
+        finally:
+            await life.world.store.close()
     assert life.trace == ["turn 4 cancelled", "turn 5 HOT after None NONE 1", "turn 6 HOT after 4 COMMITTED 2"]
     assert life.history.problems == []

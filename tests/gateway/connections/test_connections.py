@@ -78,32 +78,28 @@ async def closed_of(streams: Sequence[Stream], count: int) -> list[bool]:
     return closed
 
 
-def test_the_oldest_silent_stranger_makes_way_for_the_newest() -> None:
-    async def closed() -> list[bool]:
-        async with connections_to(answers_key_holders, ConnectionLimits(strangers=3)) as (port, _):
-            streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
-            streams[0][1].write(_ASKED.replace(b"x-api-key", b"x-other"))  # the one that asked is not the oldest
-            assert await streams[0][0].readuntil(b"\r\n\r\n")
-            streams += [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
-            return await closed_of(streams, 2)
-
-    assert asyncio.run(closed()) == [False, True, True, False, False]
+async def test_the_oldest_silent_stranger_makes_way_for_the_newest() -> None:
+    async with connections_to(answers_key_holders, ConnectionLimits(strangers=3)) as (port, _):
+        streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        streams[0][1].write(_ASKED.replace(b"x-api-key", b"x-other"))  # the one that asked is not the oldest
+        assert await streams[0][0].readuntil(b"\r\n\r\n")
+        streams += [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        assert await closed_of(streams, 2) == [False, True, True, False, False]
 
 
-def test_strangers_close_no_connection_of_a_key_holder() -> None:
-    async def heads() -> list[bytes]:
-        async with connections_to(answers_key_holders, ConnectionLimits(strangers=4)) as (port, _):
-            known = await asyncio.open_connection("127.0.0.1", port)
-            found = [await answer(known)]
-            for _ in range(20):
-                await asyncio.open_connection("127.0.0.1", port)
-            found.append(await answer(known))
-            return [*found, await answer(await asyncio.open_connection("127.0.0.1", port))]
+async def test_strangers_close_no_connection_of_a_key_holder() -> None:
+    async with connections_to(answers_key_holders, ConnectionLimits(strangers=4)) as (port, _):
+        known = await asyncio.open_connection("127.0.0.1", port)
+        found = [await answer(known)]
+        for _ in range(20):
+            await asyncio.open_connection("127.0.0.1", port)
+        found.append(await answer(known))
+        assert [head[:12] for head in [*found, await answer(await asyncio.open_connection("127.0.0.1", port))]] == [
+            b"HTTP/1.1 204"
+        ] * 3
 
-    assert [head[:12] for head in asyncio.run(heads())] == [b"HTTP/1.1 204"] * 3
 
-
-def test_of_key_holders_connections_those_that_rest_longest_are_closed() -> None:
+async def test_of_key_holders_connections_those_that_rest_longest_are_closed() -> None:
     """One whose request is not answered yet does not rest."""
     may_answer = asyncio.Event()
 
@@ -113,21 +109,18 @@ def test_of_key_holders_connections_those_that_rest_longest_are_closed() -> None
             await may_answer.wait()
         await answers_key_holders(scope, receive, send)
 
-    async def heads() -> tuple[bytes, list[bytes]]:
-        async with connections_to(app, ConnectionLimits(resting=2)) as (port, _):
-            slow = await asyncio.open_connection("127.0.0.1", port)
-            slow[1].write(_ASKED.replace(b"GET /", b"GET /slow", 1))
-            streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
-            for stream in streams:
-                assert await answer(stream)
-            found = []
-            for stream in streams:
-                with contextlib.suppress(asyncio.IncompleteReadError):
-                    found.append(await answer(stream))
-            may_answer.set()
-            return await slow[0].readuntil(b"\r\n\r\n"), found
-
-    slow, found = asyncio.run(heads())
+    async with connections_to(app, ConnectionLimits(resting=2)) as (port, _):
+        slow = await asyncio.open_connection("127.0.0.1", port)
+        slow[1].write(_ASKED.replace(b"GET /", b"GET /slow", 1))
+        streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+        for stream in streams:
+            assert await answer(stream)
+        found = []
+        for stream in streams:
+            with contextlib.suppress(asyncio.IncompleteReadError):
+                found.append(await answer(stream))
+        may_answer.set()
+        slow, found = await slow[0].readuntil(b"\r\n\r\n"), found
     assert slow[:12] == b"HTTP/1.1 204"
     assert len([head for head in found if head]) == 2
 
@@ -185,7 +178,7 @@ def test_requests_behind_an_unanswered_one_are_bounded() -> None:
     assert asyncio.run(answered(_ASKED * 17, 1)) == b""
 
 
-def test_a_large_body_behind_an_unanswered_request_is_read_later() -> None:
+async def test_a_large_body_behind_an_unanswered_request_is_read_later() -> None:
     length = 8 << 20
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -197,26 +190,23 @@ def test_a_large_body_behind_an_unanswered_request_is_read_later() -> None:
                 break
         await answers_key_holders(scope, receive, send)
 
-    async def waiting_bytes() -> int:
-        async with connections_to(app) as (port, state):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            head = _ASKED.replace(b"GET", b"POST")[:-2] + b"content-length: %d\r\n\r\n" % length
-            writer.write(_ASKED + head + bytes(length) + _ASKED)
-            await asyncio.sleep(0.1)
-            (connection,) = state.connections
-            waiting = len(connection.cycle.body)  # type: ignore[union-attr]
-            may_answer.set()
-            for _ in range(3):
-                assert (await reader.readuntil(b"\r\n\r\n"))[:12] == b"HTTP/1.1 204"
-            return waiting
-
     taken: list[int] = []
     may_answer = asyncio.Event()
-    assert 0 < asyncio.run(waiting_bytes()) < 1 << 20
+    async with connections_to(app) as (port, state):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = _ASKED.replace(b"GET", b"POST")[:-2] + b"content-length: %d\r\n\r\n" % length
+        writer.write(_ASKED + head + bytes(length) + _ASKED)
+        await asyncio.sleep(0.1)
+        (connection,) = state.connections
+        waiting = len(connection.cycle.body)  # type: ignore[union-attr]
+        may_answer.set()
+        for _ in range(3):
+            assert (await reader.readuntil(b"\r\n\r\n"))[:12] == b"HTTP/1.1 204"
+        assert 0 < waiting < 1 << 20
     assert sum(taken) == length
 
 
-def test_a_large_piece_of_a_body_is_neither_copied_nor_a_reason_to_stop_reading() -> None:
+async def test_a_large_piece_of_a_body_is_neither_copied_nor_a_reason_to_stop_reading() -> None:
     reading: list[str] = []
 
     class NotedTransport(asyncio.Transport):
@@ -229,7 +219,7 @@ def test_a_large_piece_of_a_body_is_neither_copied_nor_a_reason_to_stop_reading(
     async def never(_scope: Any, _receive: Any, _send: Any) -> None:
         await asyncio.sleep(60)
 
-    async def pieces() -> None:
+    with contextlib.closing(Connections(ConnectionLimits())) as open_ones:
         config = uvicorn.Config(never, lifespan="off", ws="none", log_config=None)
         config.load()
         connection = Connection(config, ServerState(), {}, connections=open_ones)
@@ -248,9 +238,6 @@ def test_a_large_piece_of_a_body_is_neither_copied_nor_a_reason_to_stop_reading(
         assert (await cycle.receive())["body"] == b"z" * 200  # type: ignore[typeddict-item]
         for task in connection.tasks:
             task.cancel()
-
-    with contextlib.closing(Connections(ConnectionLimits())) as open_ones:
-        asyncio.run(pieces())
 
 
 async def test_a_gateway_at_rest_does_not_wake(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,7 +339,7 @@ def test_a_connection_on_which_no_request_comes_is_closed(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("ends", "pieces"), [(b"", 256), (b"", 1), (b"connection: close\r\n", 1)], ids=["running", "over", "closed"]
 )
-def test_a_reader_who_takes_nothing_of_an_answer_is_cut_off_and_a_slow_one_is_not(
+async def test_a_reader_who_takes_nothing_of_an_answer_is_cut_off_and_a_slow_one_is_not(
     monkeypatch: pytest.MonkeyPatch, ends: bytes, pieces: int
 ) -> None:
     """Each would keep its connection for good, and 2,000 of them would shut everybody out."""
@@ -366,19 +353,16 @@ def test_a_reader_who_takes_nothing_of_an_answer_is_cut_off_and_a_slow_one_is_no
         for left in reversed(range(pieces)):
             await send({"type": "http.response.body", "body": bytes(length // pieces), "more_body": left > 0})
 
-    async def slow_and_none() -> int:
-        async with connections_to(app) as (port, state):
-            streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
-            for _, writer in streams:
-                writer.write(b"GET / HTTP/1.1\r\nhost: localhost\r\n" + ends + b"\r\n")
-            taken = 0
-            while piece := await streams[0][0].read(1 << 20):
-                taken += len(piece)
-                await asyncio.sleep(0.02)
-            while state.connections:  # noqa: ASYNC110  of the one who takes nothing
-                await asyncio.sleep(0.02)
-            for _, writer in streams:
-                writer.close()
-            return taken
-
-    assert asyncio.run(slow_and_none()) > length
+    async with connections_to(app) as (port, state):
+        streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        for _, writer in streams:
+            writer.write(b"GET / HTTP/1.1\r\nhost: localhost\r\n" + ends + b"\r\n")
+        taken = 0
+        while piece := await streams[0][0].read(1 << 20):
+            taken += len(piece)
+            await asyncio.sleep(0.02)
+        while state.connections:  # noqa: ASYNC110  of the one who takes nothing
+            await asyncio.sleep(0.02)
+        for _, writer in streams:
+            writer.close()
+        assert taken > length

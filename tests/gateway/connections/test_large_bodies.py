@@ -61,7 +61,7 @@ async def _until(is_so: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_the_parser_sees_the_beginning_of_a_large_body_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_parser_sees_the_beginning_of_a_large_body_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the requests around it on its connection are answered, in one write or in many."""
     seen, on_body = list[int](), Connection.on_body
 
@@ -70,26 +70,23 @@ def test_the_parser_sees_the_beginning_of_a_large_body_alone(monkeypatch: pytest
         on_body(self, body)
 
     monkeypatch.setattr(Connection, "on_body", noted)
-
-    async def run() -> tuple[list[bytes], Ended]:
-        async with reading(Rooms(10, 1 << 30)) as (connect, ended):
-            reader, writer = await connect()
-            writer.write(_request(3) + b"abc" + _request(len(_BODY)) + _BODY + _request(3) + b"def")
-            statuses = [await _status(reader) for _ in range(3)]
-            for piece in (_request(len(_BODY)), _BODY[:1000], _BODY[1000:90_000], _BODY[90_000:]):
-                writer.write(piece)
-                await asyncio.sleep(0.05)
-            statuses.append(await _status(reader))
-            writer.close()
-            return statuses, ended
-
-    statuses, ended = asyncio.run(run())
+    async with reading(Rooms(10, 1 << 30)) as (connect, ended):
+        reader, writer = await connect()
+        writer.write(_request(3) + b"abc" + _request(len(_BODY)) + _BODY + _request(3) + b"def")
+        statuses = [await _status(reader) for _ in range(3)]
+        for piece in (_request(len(_BODY)), _BODY[:1000], _BODY[1000:90_000], _BODY[90_000:]):
+            writer.write(piece)
+            await asyncio.sleep(0.05)
+        statuses.append(await _status(reader))
+        writer.close()
     assert statuses == [b"200"] * 4
     assert ended == [b"abc", _BODY, b"def", _BODY]
     assert sum(seen) < len(_BODY)
 
 
-def test_another_thread_receives_a_large_body_and_a_gap_in_it_blocks_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_thread_receives_a_large_body_and_a_gap_in_it_blocks_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     threads, receive = set[str](), Filling.receive
 
     def noted(self: Filling) -> None:
@@ -97,40 +94,33 @@ def test_another_thread_receives_a_large_body_and_a_gap_in_it_blocks_no_other(mo
         receive(self)
 
     monkeypatch.setattr(Filling, "receive", noted)
-
-    async def run() -> tuple[list[bytes], Ended]:
-        async with reading(Rooms(10, 1 << 30)) as (connect, ended):
-            streams = [await connect() for _ in range(3)]
-            for _, writer in streams:
-                writer.write(_request(len(_BODY)) + _BODY[:100_000])
-            await asyncio.sleep(0.05)
-            statuses = []
-            for reader, writer in reversed(streams):
-                writer.write(_BODY[100_000:])
-                statuses.append(await _status(reader))
-                writer.close()
-            return statuses, ended
-
-    statuses, ended = asyncio.run(run())
+    async with reading(Rooms(10, 1 << 30)) as (connect, ended):
+        streams = [await connect() for _ in range(3)]
+        for _, writer in streams:
+            writer.write(_request(len(_BODY)) + _BODY[:100_000])
+        await asyncio.sleep(0.05)
+        statuses = []
+        for reader, writer in reversed(streams):
+            writer.write(_BODY[100_000:])
+            statuses.append(await _status(reader))
+            writer.close()
     assert statuses == [b"200"] * 3
     assert ended == [_BODY] * 3
     assert threads == {"receiving"}
 
 
-def test_behind_a_body_that_did_not_come_in_time_the_next_request_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_behind_a_body_that_did_not_come_in_time_the_next_request_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(bodies, "_SENDING_S", 0.3)
-
-    async def run() -> tuple[list[bytes], Ended]:
-        async with reading(Rooms(10, 1 << 30)) as (connect, ended):
-            reader, writer = await connect()
-            writer.write(_request(len(_BODY)) + _BODY[:500_000])
-            statuses = [await _status(reader)]
-            writer.write(_BODY[500_000:] + _request(3) + b"abc")
-            statuses.append(await _status(reader))
-            writer.close()
-            return statuses, ended
-
-    statuses, (late, next_one) = asyncio.run(run())
+    async with reading(Rooms(10, 1 << 30)) as (connect, ended):
+        reader, writer = await connect()
+        writer.write(_request(len(_BODY)) + _BODY[:500_000])
+        statuses = [await _status(reader)]
+        writer.write(_BODY[500_000:] + _request(3) + b"abc")
+        statuses.append(await _status(reader))
+        writer.close()
+        late, next_one = ended
     assert statuses == [b"408", b"200"]
     assert isinstance(late, DeadlineExceeded)
     assert next_one == b"abc"
@@ -159,26 +149,23 @@ def test_a_connection_that_this_side_closes_while_a_body_comes_is_closed_for_its
     assert [type(each) for each in ended] == [ClientDisconnect]
 
 
-def test_without_a_file_for_it_a_large_body_is_refused_and_the_next_request_is_found() -> None:
-    async def run() -> tuple[list[bytes], Ended]:
-        async with reading(Rooms(10, 1 << 30)) as (connect, ended):
-            reader, writer = await connect()
-            writer.write(_request(3) + b"abc")  # it is accepted then
-            statuses = [await _status(reader)]
-            usual = resource.getrlimit(resource.RLIMIT_NOFILE)
-            os.close(free := os.dup(0))
-            resource.setrlimit(resource.RLIMIT_NOFILE, (free, usual[1]))
-            try:
-                writer.write(_request(len(_BODY)) + _BODY[:500_000])
-                statuses.append(await _status(reader))
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, usual)
-            writer.write(_BODY[500_000:] + _request(len(_BODY)) + _BODY)
+async def test_without_a_file_for_it_a_large_body_is_refused_and_the_next_request_is_found() -> None:
+    async with reading(Rooms(10, 1 << 30)) as (connect, ended):
+        reader, writer = await connect()
+        writer.write(_request(3) + b"abc")  # it is accepted then
+        statuses = [await _status(reader)]
+        usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+        os.close(free := os.dup(0))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, usual[1]))
+        try:
+            writer.write(_request(len(_BODY)) + _BODY[:500_000])
             statuses.append(await _status(reader))
-            writer.close()
-            return statuses, ended
-
-    statuses, (_, refused, whole) = asyncio.run(run())
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+        writer.write(_BODY[500_000:] + _request(len(_BODY)) + _BODY)
+        statuses.append(await _status(reader))
+        writer.close()
+        _, refused, whole = ended
     assert statuses == [b"200", b"429", b"200"]
     assert isinstance(refused, ResourceExhausted)
     assert whole == _BODY
@@ -218,47 +205,37 @@ def test_of_a_body_that_has_come_a_part_is_received_before_the_next_connection_i
     assert filling.ended.done()
 
 
-def test_a_stalled_sender_holds_little_more_room_than_it_has_sent() -> None:
+async def test_a_stalled_sender_holds_little_more_room_than_it_has_sent() -> None:
     rooms = Rooms(100, 1 << 30)
-
-    async def run() -> tuple[int, Ended]:
-        async with reading(rooms) as (connect, ended):
-            writers = []
-            for _ in range(20):
-                _, writer = await connect()
-                writer.write(_request(_MOST_BYTES) + b"x" * 1000)
-                writers.append(writer)
-            await _until(lambda: rooms.bodies.held_by_all >= 20 * 1000)
-            await asyncio.sleep(0.05)
-            held = rooms.bodies.held_by_all
-            for writer in writers:
-                writer.close()
-            await _until(lambda: not rooms.bodies.held_by_all)
-            return held, ended
-
-    held, ended = asyncio.run(run())
+    async with reading(rooms) as (connect, ended):
+        writers = []
+        for _ in range(20):
+            _, writer = await connect()
+            writer.write(_request(_MOST_BYTES) + b"x" * 1000)
+            writers.append(writer)
+        await _until(lambda: rooms.bodies.held_by_all >= 20 * 1000)
+        await asyncio.sleep(0.05)
+        held = rooms.bodies.held_by_all
+        for writer in writers:
+            writer.close()
+        await _until(lambda: not rooms.bodies.held_by_all)
     assert held <= 20 * (100 << 10)
     assert [type(each) for each in ended] == [ClientDisconnect] * 20
 
 
-def test_a_body_that_is_refused_while_it_comes_does_not_hide_the_answer_or_the_next_request() -> None:
+async def test_a_body_that_is_refused_while_it_comes_does_not_hide_the_answer_or_the_next_request() -> None:
     rooms = Rooms(10, 1 << 30)
-
-    async def run() -> tuple[list[bytes], Ended]:
-        async with reading(rooms) as (connect, ended):
-            reader, writer = await connect()
-            writer.write(_request(len(_BODY)) + _BODY[:100_000])
-            await _until(lambda: rooms.bodies.held_by_all >= 100_000)
-            rooms.bodies.hold("others", (1 << 30) - rooms.bodies.held_by_all)
-            writer.write(_BODY[100_000:])
-            statuses = [await _status(reader)]
-            rooms.bodies.give_back("others", rooms.bodies.held("others"))
-            writer.write(_request(len(_BODY)) + _BODY)
-            statuses.append(await _status(reader))
-            writer.close()
-            return statuses, ended
-
-    statuses, ended = asyncio.run(run())
+    async with reading(rooms) as (connect, ended):
+        reader, writer = await connect()
+        writer.write(_request(len(_BODY)) + _BODY[:100_000])
+        await _until(lambda: rooms.bodies.held_by_all >= 100_000)
+        rooms.bodies.hold("others", (1 << 30) - rooms.bodies.held_by_all)
+        writer.write(_BODY[100_000:])
+        statuses = [await _status(reader)]
+        rooms.bodies.give_back("others", rooms.bodies.held("others"))
+        writer.write(_request(len(_BODY)) + _BODY)
+        statuses.append(await _status(reader))
+        writer.close()
     assert statuses == [b"429", b"200"]
     assert isinstance(ended[0], ResourceExhausted)
     assert ended[1] == _BODY
@@ -273,28 +250,23 @@ def test_a_body_that_is_refused_while_it_comes_does_not_hide_the_answer_or_the_n
         ((b"HTTP/1.1", b"HTTP/1.0"), b"\r\n"),
     ],
 )
-def test_bytes_behind_the_last_request_of_a_connection_take_no_answer_away(
+async def test_bytes_behind_the_last_request_of_a_connection_take_no_answer_away(
     heads: tuple[bytes, ...], behind: bytes
 ) -> None:
     body = _BODY[:100_000]  # received at once, with what is behind it
-
-    async def run() -> tuple[bytes, Ended]:
-        async with reading(Rooms(10, 1 << 30)) as (connect, ended):
-            reader, writer = await connect()
-            for head in heads:
-                writer.write(_request(len(body)).replace(b"HTTP/1.1", head) + body[:1000])
-                await asyncio.sleep(0.05)
-                writer.write(body[1000:] + (behind if head is heads[-1] else b""))
-            answers = await reader.read()
-            writer.close()
-            return answers, ended
-
-    answers, ended = asyncio.run(run())
+    async with reading(Rooms(10, 1 << 30)) as (connect, ended):
+        reader, writer = await connect()
+        for head in heads:
+            writer.write(_request(len(body)).replace(b"HTTP/1.1", head) + body[:1000])
+            await asyncio.sleep(0.05)
+            writer.write(body[1000:] + (behind if head is heads[-1] else b""))
+        answers = await reader.read()
+        writer.close()
     assert answers.count(b"HTTP/1.1 200 OK") == answers.count(b"HTTP/1.1") == len(heads)
     assert ended == [body] * len(heads)
 
 
-def test_who_is_refused_while_a_body_comes_may_send_the_rest_of_it_before_the_connection_is_closed(
+async def test_who_is_refused_while_a_body_comes_may_send_the_rest_of_it_before_the_connection_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rooms, begun = Rooms(10, 1 << 30), Connection.__init__
@@ -304,22 +276,18 @@ def test_who_is_refused_while_a_body_comes_may_send_the_rest_of_it_before_the_co
         self.timeout_keep_alive = 0.2  # type: ignore[assignment]
 
     monkeypatch.setattr(Connection, "__init__", closes_soon)
-
-    async def run() -> list[bytes]:
-        async with reading(rooms) as (connect, _):
-            reader, writer = await connect()
-            writer.write(_request(len(_BODY)) + _BODY[:100_000])
-            await _until(lambda: rooms.bodies.held_by_all >= 100_000)
-            rooms.bodies.hold("others", (1 << 30) - rooms.bodies.held_by_all)
-            writer.write(_BODY[100_000:1_000_000])
-            statuses = [await _status(reader)]
-            rooms.bodies.give_back("others", rooms.bodies.held("others"))
-            await asyncio.sleep(0.1)
-            writer.write(_BODY[1_000_000:2_000_000])
-            await asyncio.sleep(0.3)
-            writer.write(_BODY[2_000_000:] + _request(3) + b"abc")
-            statuses.append(await _status(reader))
-            writer.close()
-            return statuses
-
-    assert asyncio.run(run()) == [b"429", b"200"]
+    async with reading(rooms) as (connect, _):
+        reader, writer = await connect()
+        writer.write(_request(len(_BODY)) + _BODY[:100_000])
+        await _until(lambda: rooms.bodies.held_by_all >= 100_000)
+        rooms.bodies.hold("others", (1 << 30) - rooms.bodies.held_by_all)
+        writer.write(_BODY[100_000:1_000_000])
+        statuses = [await _status(reader)]
+        rooms.bodies.give_back("others", rooms.bodies.held("others"))
+        await asyncio.sleep(0.1)
+        writer.write(_BODY[1_000_000:2_000_000])
+        await asyncio.sleep(0.3)
+        writer.write(_BODY[2_000_000:] + _request(3) + b"abc")
+        statuses.append(await _status(reader))
+        writer.close()
+        assert statuses == [b"429", b"200"]

@@ -247,7 +247,9 @@ def test_peers_are_named_in_the_configuration() -> None:
             read_settings([*listen, *wrong])
 
 
-def test_a_hand_over_whose_bytes_come_one_by_one_ends_and_gives_its_room_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hand_over_whose_bytes_come_one_by_one_ends_and_gives_its_room_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each part is in time: only the whole is not. The room is that of the namespace's own memories."""
     monkeypatch.setattr(handover_service, "_RECEIVE_S", 0.3)
     monkeypatch.setattr(handover_service, "current_principal", lambda: None)
@@ -272,7 +274,7 @@ def test_a_hand_over_whose_bytes_come_one_by_one_ends_and_gives_its_room_back(mo
     async def opened(*_given: Any) -> Any:
         return Held()
 
-    async def work() -> None:
+    async with asyncio.timeout(20):
         nobody = cast("Any", None)
         telling = SimpleNamespace(is_stopping=lambda: False)
         service = handover_service.HandOverService(cast("Any", SimpleNamespace(telling=telling)), nobody, 1)
@@ -284,12 +286,10 @@ def test_a_hand_over_whose_bytes_come_one_by_one_ends_and_gives_its_room_back(mo
 
         with pytest.raises(DeadlineExceeded, match="got no further"):
             await service.TakeTurn(drops(), SimpleNamespace(write=write))
-
-    asyncio.run(asyncio.wait_for(work(), 20))
     assert events == [f"holds {1 << 20}", "closed"]
 
 
-def test_a_taken_turn_does_not_wait_for_ever_behind_one_that_waits_for_its_room(
+async def test_a_taken_turn_does_not_wait_for_ever_behind_one_that_waits_for_its_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else both would wait until a caller cancels. Its agent's next turns go on."""
@@ -301,12 +301,10 @@ def test_a_taken_turn_does_not_wait_for_ever_behind_one_that_waits_for_its_room(
         await asyncio.Event().wait()
         yield
 
-    async def work() -> None:
+    async with asyncio.timeout(20):
         turns, turn = TakenTurns(cast("Any", None), cast("Any", None)), cast("Any", object())
         async with contextlib.AsyncExitStack() as place:
             with pytest.raises(FailedPrecondition) as refused, turns.before_arrival(turn, key, place, never):
                 await turns._take_place(turn)
         assert refused.value.reason == "HANDOVER_NOT_MOVED"
         assert not await turns.coming(key)
-
-    asyncio.run(asyncio.wait_for(work(), 20))

@@ -75,10 +75,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Macs]:
 
 
 @pytest.mark.long(9)
-def test_the_agent_has_one_owner_and_its_reader_heard_nothing_of_it(pair: Macs) -> None:
+async def test_the_agent_has_one_owner_and_its_reader_heard_nothing_of_it(pair: Macs) -> None:
     (laptop, engine), (studio, other) = pair
-
-    async def work() -> None:
+    async with asyncio.timeout(120):
         async with AioInferenceClient.connect(engine.address) as a, AioInferenceClient.connect(other.address) as b:
             a.peers["b"] = b
             first = {"messages": [{"role": "user", "content": STORY}], "sampling": ON}
@@ -93,8 +92,6 @@ def test_the_agent_has_one_owner_and_its_reader_heard_nothing_of_it(pair: Macs) 
             assert refused.value.reason == "AGENT_MOVED"
             after = await hear(b, agent_id="goes", **more)
             assert after.told == stays[2].told
-
-    asyncio.run(asyncio.wait_for(work(), 120))
     with laptop.client() as here, studio.client() as there:
         assert here.get_agent("goes").ownership.state == cachestore_pb2.OWNER_STATE_MOVED
         [line] = there.get_agent("goes").lines
@@ -258,12 +255,11 @@ def test_the_command_waits_for_the_turn_of_an_engine_that_it_does_not_call(pair:
 
 @pytest.mark.long(4)
 @pytest.mark.parametrize("peer", ["thief", "reader"])
-def test_a_peer_writes_into_no_agent_that_it_did_not_move_here(pair: Macs, peer: str) -> None:
+async def test_a_peer_writes_into_no_agent_that_it_did_not_move_here(pair: Macs, peer: str) -> None:
     """It has a copy, goes on with it, and gives that turn away as if both engines had one store."""
     (laptop, engine), (studio, other) = pair
     agent, told = f"victim of the {peer}", "My name is Mallory now."
-
-    async def work() -> None:
+    async with asyncio.timeout(120):
         async with AioInferenceClient.connect(engine.address) as a, AioInferenceClient.connect(other.address) as b:
             await hear(b, agent_id=agent, messages=[{"role": "user", "content": "My name is Ada."}], sampling=ON)
             with laptop.client() as here:
@@ -271,8 +267,6 @@ def test_a_peer_writes_into_no_agent_that_it_did_not_move_here(pair: Macs, peer:
             turn = {"append_messages": [{"role": "user", "content": told}], "sampling": ON}
             stayed = await hear(a, {3: (a, peer)}, agent_id=agent, **turn)
             assert (stayed.moves, len(stayed.not_moved)) == ([], 1)
-
-    asyncio.run(asyncio.wait_for(work(), 120))
     with studio.client() as there:
         assert [version.version for version in there.list_snapshots(agent).snapshots] == [1]
     assert _refused(other, agent if peer == "thief" else "") == REFUSED[peer]
@@ -344,7 +338,7 @@ def test_a_turn_comes_with_an_open_move_of_its_caller_alone(
 
 
 @pytest.mark.long(5)
-def test_a_turn_whose_agent_another_move_took_first_speaks_to_its_end(pair: Macs) -> None:
+async def test_a_turn_whose_agent_another_move_took_first_speaks_to_its_end(pair: Macs) -> None:
     """That move waits for the turn, and wins when the engine lets the agent go."""
     (laptop, engine), (studio, other) = pair
     agent, more = "overtaken", [{"role": "user", "content": "And then?"}]
@@ -353,7 +347,7 @@ def test_a_turn_whose_agent_another_move_took_first_speaks_to_its_end(pair: Macs
         with laptop.client() as here:
             here.move_agent(agent, to_peer=studio.name)
 
-    async def work() -> None:
+    async with asyncio.timeout(60):
         async with AioInferenceClient.connect(engine.address) as a, AioInferenceClient.connect(other.address) as b:
             a.peers["b"] = b
             await hear(a, agent_id=agent, messages=[{"role": "user", "content": STORY}], sampling={"max_tokens": 4})
@@ -371,20 +365,17 @@ def test_a_turn_whose_agent_another_move_took_first_speaks_to_its_end(pair: Macs
             assert moved is None
             if "moved" not in kinds:  # else the engine's own move came first after all
                 assert isinstance(handed, KvasirError)
-
-    asyncio.run(asyncio.wait_for(work(), 60))
     with laptop.client() as here:
         assert here.get_agent(agent).ownership.state == cachestore_pb2.OWNER_STATE_MOVED
 
 
 @pytest.mark.parametrize("how", first_and_in_turn(["read_only", "branched"], seconds=2))
-def test_a_peers_turn_that_is_not_kept_lets_the_agent_speak(pair: Macs, how: str) -> None:
+async def test_a_peers_turn_that_is_not_kept_lets_the_agent_speak(pair: Macs, how: str) -> None:
     """It is ready, and its giver keeps silent."""
     _, (_, other) = pair
     agent, mode = f"not kept waiting, {how}", inference_pb2.MEMORY_MODE_READ_ONLY if how == "read_only" else None
     branched = {"continuation": inference_pb2.CONTINUATION_BRANCHED} if how == "branched" else {}
-
-    async def work() -> None:
+    async with asyncio.timeout(60):
         token = (other.log_file.parent / "attic.token").read_text()
         async with (
             AioInferenceClient.connect(other.address) as b,
@@ -404,18 +395,15 @@ def test_a_peers_turn_that_is_not_kept_lets_the_agent_speak(pair: Macs, how: str
             assert (await call.receive()).HasField("taken")
             assert [event async for event in b.resume(taken)][-1].HasField("finished")
 
-    asyncio.run(asyncio.wait_for(work(), 60))
-
 
 @pytest.mark.parametrize("how", ["pulled", "moved"])
-def test_the_agents_own_turns_wait_for_no_turn_with_a_made_up_move(
+async def test_the_agents_own_turns_wait_for_no_turn_with_a_made_up_move(
     pair: Macs, new_agent: Callable[[], str], how: str
 ) -> None:
     """The agent came from that peer before, and its store owns it. The giver keeps silent."""
     (laptop, engine), (studio, other) = pair
     agent = new_agent()
-
-    async def work() -> None:
+    async with asyncio.timeout(60):
         token = (other.log_file.parent / "laptop.token").read_text()
         async with (
             AioInferenceClient.connect(engine.address) as a,
@@ -439,19 +427,16 @@ def test_the_agents_own_turns_wait_for_no_turn_with_a_made_up_move(
             await calls[0].receive()
             async with asyncio.timeout(30):
                 await hear(b, agent_id=agent, prompt=PROMPT + " more", sampling={"max_tokens": 2})
-
-    asyncio.run(asyncio.wait_for(work(), 60))
     assert turns_of(studio, agent) == [""]
 
 
-def test_a_peers_turn_waits_for_no_other_peers_word_and_is_ended_by_none(
+async def test_a_peers_turn_waits_for_no_other_peers_word_and_is_ended_by_none(
     pair: Macs, new_agent: Callable[[], str]
 ) -> None:
     """Of three turns of one agent the one whose move brings it goes on. The first and the last are a third peer's."""
     (laptop, engine), (studio, other) = pair
     agent, move_id = new_agent(), secrets.token_hex(16)
-
-    async def work() -> None:
+    async with asyncio.timeout(60):
         tokens = [(other.log_file.parent / f"{name}.token").read_text() for name in ("attic", "laptop", "attic")]
         async with AsyncExitStack() as exits:
             connecting = [AioInferenceClient.connect(each.address) for each in (engine, other)]
@@ -479,8 +464,6 @@ def test_a_peers_turn_waits_for_no_other_peers_word_and_is_ended_by_none(
             assert (await calls[1].receive()).HasField("taken")
             assert [event async for event in b.resume(resume_tokens[1])][-1].HasField("finished")
             assert (await own).reply.finished.snapshot.version == 3, "it follows the turn whose agent had come"
-
-    asyncio.run(asyncio.wait_for(work(), 60))
     assert turns_of(studio, agent) == ["", "handed over by laptop"]
 
 

@@ -146,15 +146,13 @@ def test_without_a_first_file_nothing_is_reused() -> None:
     assert (found.reuse, found.reading, found.miss) == (Cold(), None, Miss(MissReason.BLOB_MISSING, "gone"))
 
 
-def test_files_are_read_no_further_ahead_of_the_engine_than_they_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_files_are_read_no_further_ahead_of_the_engine_than_they_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also from another thread, which is the engine's."""
     monkeypatch.setattr(reading, "AHEAD_BYTES", 100)  # a file of the double has 64
     around: Any = Plain()
     passed_s = 0.0
     budget = Budget(1.0, 1.0, lambda: passed_s)
-
-    async def read() -> None:
-        nonlocal passed_s
+    async with asyncio.timeout(20):
         background = reading.BackgroundRead(around, [*BLOCKS, TAIL], budget)
         assert await background.begun()
         incoming, seen = background.incoming, []
@@ -166,8 +164,6 @@ def test_files_are_read_no_further_ahead_of_the_engine_than_they_may_be(monkeypa
         await asyncio.sleep(0.02)
         assert (seen, incoming.has_ended, background.came_bytes) == ([2, 3, 4, 5, 5], True, 5 * 64)
         background.stop()
-
-    asyncio.run(asyncio.wait_for(read(), 20))
     assert budget.spent_s == 0.0, "the store is not to blame"
 
 

@@ -352,26 +352,21 @@ def test_a_memory_that_is_being_stored_after_nobody_knows_what_is_neither_used_n
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_turn_after_one_that_left_ram_before_it_was_stored_does_not_go_on_without_it(ends: bool) -> None:
+async def test_a_turn_after_one_that_left_ram_before_it_was_stored_does_not_go_on_without_it(ends: bool) -> None:
     """From the store's newest version it would answer as if the last turn had not been, and lose to its commit."""
 
     newest = Head(SECOND.number, SECOND.manifest, 1)
+    store = Store(FIRST)
 
-    async def scenario() -> Recollection:
-        store = Store(FIRST)
+    async def publish() -> None:
+        await asyncio.sleep(0.01 if ends else 60)
+        store.head = newest
 
-        async def publish() -> None:
-            await asyncio.sleep(0.01 if ends else 60)
-            store.head = newest
-
-        running: Any = asyncio.create_task(publish())
-        recall, line = recall_of(Engine(None), store)
-        line.publications.running.append(running)
-        found = await recall.newest(KEY, Budget(5.0 if ends else 0.05, 1.0, asyncio.get_running_loop().time))
-        running.cancel()
-        return found
-
-    found = asyncio.run(scenario())
+    running: Any = asyncio.create_task(publish())
+    recall, line = recall_of(Engine(None), store)
+    line.publications.running.append(running)
+    found = await recall.newest(KEY, Budget(5.0 if ends else 0.05, 1.0, asyncio.get_running_loop().time))
+    running.cancel()
     assert found.head == (newest if ends else None)
     if not ends:
         assert found.miss is not None

@@ -51,10 +51,9 @@ async def test_a_breaker_opens_at_a_failure_and_closes_when_the_probe_is_answere
     await breaker.close()
 
 
-def test_a_probe_that_fails_in_an_unknown_way_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_probe_that_fails_in_an_unknown_way_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patience, "LOOK_S", 0.001)
-
-    async def scenario() -> None:
+    async with asyncio.timeout(10):
         answers = iter((ValueError("nonsense"), None))
 
         async def probe() -> None:
@@ -66,15 +65,14 @@ def test_a_probe_that_fails_in_an_unknown_way_is_tried_again(monkeypatch: pytest
         await breaker.closed.wait()
         await breaker.close()
 
-    asyncio.run(asyncio.wait_for(scenario(), 10))
-
 
 @pytest.mark.parametrize(("spent_s", "is_reachable"), [(0.0, False), (0.045, True)])
 @pytest.mark.parametrize("times_out_itself", [True, False])
-def test_only_a_call_that_had_most_of_the_budget_says_that_a_store_is_away(
+async def test_only_a_call_that_had_most_of_the_budget_says_that_a_store_is_away(
     spent_s: float, is_reachable: bool, times_out_itself: bool
 ) -> None:
-    async def scenario() -> None:
+    async with asyncio.timeout(10):
+
         async def slow(_agent: str) -> None:
             if times_out_itself:
                 raise errors.DeadlineExceeded("slow")
@@ -93,17 +91,15 @@ def test_only_a_call_that_had_most_of_the_budget_says_that_a_store_is_away(
         assert store.connection.is_reachable is is_reachable
         await store.connection.close()
 
-    asyncio.run(asyncio.wait_for(scenario(), 10))
-
 
 @pytest.mark.parametrize(
     ("moved_ago_s", "is_under_way", "is_reachable"),
     [(None, True, False), (9.0, True, False), (0.5, False, False), (0.5, True, True)],
 )
-def test_a_store_that_answers_late_while_bulk_data_moves_is_there(
+async def test_a_store_that_answers_late_while_bulk_data_moves_is_there(
     moved_ago_s: float | None, is_under_way: bool, is_reachable: bool
 ) -> None:
-    async def scenario() -> None:
+    async with asyncio.timeout(10):
         now = [0.0]
 
         async def late(*_arguments: object, **_how: object) -> None:
@@ -130,11 +126,10 @@ def test_a_store_that_answers_late_while_bulk_data_moves_is_there(
         assert store.connection.is_reachable
         await store.connection.close()
 
-    asyncio.run(asyncio.wait_for(scenario(), 10))
 
+async def test_a_store_whose_token_is_another_namespaces_is_not_used() -> None:
+    async with asyncio.timeout(10):
 
-def test_a_store_whose_token_is_another_namespaces_is_not_used() -> None:
-    async def scenario() -> None:
         async def capabilities() -> Any:
             return SimpleNamespace(namespace="south", features=())
 
@@ -152,11 +147,10 @@ def test_a_store_whose_token_is_another_namespaces_is_not_used() -> None:
             await store.blobs.write_tensors([b"x"], 1.0)
         await store.connection.close()
 
-    asyncio.run(asyncio.wait_for(scenario(), 10))
 
+async def test_an_answer_that_is_none_makes_a_store_unreachable_and_no_bug() -> None:
+    async with asyncio.timeout(10):
 
-def test_an_answer_that_is_none_makes_a_store_unreachable_and_no_bug() -> None:
-    async def scenario() -> None:
         async def nonsense() -> Any:
             return None
 
@@ -164,8 +158,6 @@ def test_an_answer_that_is_none_makes_a_store_unreachable_and_no_bug() -> None:
         store = RemoteCache(StoreClients(client, client, client), "default")
         assert not await store.connection.answers()
         await store.connection.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))
 
 
 async def test_an_answer_about_the_token_before_says_nothing_of_the_one_that_came_meanwhile() -> None:
@@ -212,12 +204,11 @@ async def test_a_store_that_goes_after_refusals_is_found_as_soon_as_any() -> Non
 
 
 @pytest.mark.parametrize("silent_s", [0.0, ANSWER_S - 1, ANSWER_S + 1])
-def test_a_store_that_answered_a_moment_ago_is_late_and_not_away(
+async def test_a_store_that_answered_a_moment_ago_is_late_and_not_away(
     silent_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "PROBE_TIMEOUT_S", 0.05)
-
-    async def scenario() -> None:
+    async with asyncio.timeout(10):
         now_s, answer = 100.0, asyncio.Event()
         answer.set()
         failure: Exception | None = None
@@ -244,5 +235,3 @@ def test_a_store_that_answered_a_moment_ago_is_late_and_not_away(
         answer.set()
         assert await store.connection.is_there()
         await store.connection.close()
-
-    asyncio.run(asyncio.wait_for(scenario(), 10))

@@ -138,34 +138,26 @@ def test_a_clock_that_is_set_ahead_puts_nobody_to_sleep_before_the_time_has_pass
 
 
 @pytest.mark.parametrize(("caller", "is_ended"), [("somebody", True), ("ada", False)])
-def test_a_wake_goes_on_only_beside_turns_that_wait_for_it(caller: str, is_ended: bool) -> None:
+async def test_a_wake_goes_on_only_beside_turns_that_wait_for_it(caller: str, is_ended: bool) -> None:
     turns: Any = Turns(caller=caller)
-
-    async def woken() -> None:
+    with pytest.raises(Cancelled if is_ended else TimeoutError):
         async with asyncio.timeout(0.5):
             await OwnTurns(turns, lambda _: False).make(AgentKey("default", "ada"), Work.WAKE)
-
-    with pytest.raises(Cancelled if is_ended else TimeoutError):
-        asyncio.run(woken())
 
 
 @pytest.mark.parametrize("work", [Work.WAKE, Work.SLEEP])
 @pytest.mark.parametrize("embeds", [False, True])
-def test_an_own_turn_ends_where_another_engine_waits_for_the_agent_or_texts_are_embedded(
+async def test_an_own_turn_ends_where_another_engine_waits_for_the_agent_or_texts_are_embedded(
     work: Work, embeds: bool
 ) -> None:
     turns: Any = Turns(caller="ada")
     ada = AgentKey("default", "ada")
-
-    async def made() -> None:
+    with pytest.raises(Cancelled):
         async with asyncio.timeout(20):
             await OwnTurns(turns, lambda key: key == ada and not embeds, lambda: embeds).make(ada, work)
 
-    with pytest.raises(Cancelled):
-        asyncio.run(made())
 
-
-def test_agents_fall_asleep_after_an_error_that_nobody_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_agents_fall_asleep_after_an_error_that_nobody_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = Turns(FailedPrecondition("it cannot", reason="CANNOT_SLEEP"))
     idle, store = idle_agents(turns)
     monkeypatch.setattr(module, "RETRY_S", 0.01)
@@ -175,15 +167,12 @@ def test_agents_fall_asleep_after_an_error_that_nobody_expected(monkeypatch: pyt
         raise RuntimeError("a defect")
 
     idle._stores = {"broken": SimpleNamespace(agents=SimpleNamespace(page=fails)), "default": store}  # type: ignore[dict-item]
-
-    async def until_one_was_tried() -> None:
+    async with asyncio.timeout(20):
         running = asyncio.create_task(idle.run())
         while not turns.begun:
             assert not running.done()
             await asyncio.sleep(0.01)
         running.cancel()
-
-    asyncio.run(asyncio.wait_for(until_one_was_tried(), 20))
 
 
 async def test_the_engines_own_turns_take_no_callers_place() -> None:

@@ -38,10 +38,9 @@ class Given:
     taken = SimpleNamespace(begun=SimpleNamespace(move_id="m"))
 
 
-def test_an_agents_own_turn_follows_a_peers_whose_move_completes_while_it_begins() -> None:
+async def test_an_agents_own_turn_follows_a_peers_whose_move_completes_while_it_begins() -> None:
     """Else it would extend the version that the peer's turn extends, and that one would be lost."""
-
-    async def to_the_end() -> None:
+    async with asyncio.timeout(20):
         around = Moving()
         turns = service(around, {"default": around})
         given: Any = Given()
@@ -55,5 +54,3 @@ def test_an_agents_own_turn_follows_a_peers_whose_move_completes_while_it_begins
             async for _ in events:
                 pass
         assert around.finished == [(6, "given new")]
-
-    asyncio.run(asyncio.wait_for(to_the_end(), 20))

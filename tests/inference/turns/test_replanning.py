@@ -177,18 +177,14 @@ def request(expected_version: int | None, sampling: SamplingParams = PLAIN) -> T
     return TurnRequest("r", "default", "a", given, "", sampling, False, MemoryUse(expected_version))
 
 
-def test_a_turn_that_is_stopped_before_its_task_runs_tells_its_reader_the_end() -> None:
+async def test_a_turn_that_is_stopped_before_its_task_runs_tells_its_reader_the_end() -> None:
     around = Surroundings([remembered(OURS, "ours")], losses=0)
-
-    async def stopped() -> list[object]:
-        turns = service(around)
-        events = turns.begin(request(None)).events()
-        async with asyncio.timeout(60):
-            ends = await turns.stop("default", "r")
-            assert [end.finish_reason for end in ends.values()] == ["cancelled"]
-            return [event async for _, event in events]
-
-    [end] = asyncio.run(stopped())
+    turns = service(around)
+    events = turns.begin(request(None)).events()
+    async with asyncio.timeout(60):
+        ends = await turns.stop("default", "r")
+        assert [end.finish_reason for end in ends.values()] == ["cancelled"]
+        [end] = [event async for _, event in events]
     assert isinstance(end, TurnFinished)
     assert (around.planned, around.finished) == ([], [])
 

@@ -203,23 +203,20 @@ def test_returns_outlive_the_engine_and_a_damaged_file_costs_no_more_than_them(t
     assert damaged.expected(around.now_s) == []
 
 
-def test_an_engine_that_wakes_nobody_keeps_no_names(tmp_path: Path) -> None:
+async def test_an_engine_that_wakes_nobody_keeps_no_names(tmp_path: Path) -> None:
     around, path = Around(tmp_path, share=0.0), tmp_path / "returns.json"
     ReturnsFile(path, Returns()).write(Around(tmp_path).waking._kept())
     assert "ada" in path.read_text(), "an earlier start woke agents"
-
-    async def runs_and_stops() -> None:
+    async with asyncio.timeout(20):
         running = asyncio.create_task(around.waking.run())
         while path.exists():  # noqa: ASYNC110  a file sets no event
             await asyncio.sleep(0.01)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-
-    asyncio.run(asyncio.wait_for(runs_and_stops(), 20))
     assert not path.exists()
 
 
-def test_a_look_that_fails_is_not_the_last(around: Around, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_look_that_fails_is_not_the_last(around: Around, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference_svc.turns.asleep.waking.ANSWER_S", 0.01)
     looks = list[int]()
 
@@ -228,15 +225,12 @@ def test_a_look_that_fails_is_not_the_last(around: Around, monkeypatch: pytest.M
         raise RuntimeError("a defect")
 
     monkeypatch.setattr(around.waking, "look", fails)
-
-    async def until_the_second() -> None:
+    async with asyncio.timeout(20):
         running = asyncio.create_task(around.waking.run())
         while len(looks) < 2:
             assert not running.done()
             await asyncio.sleep(0.01)
         running.cancel()
-
-    asyncio.run(asyncio.wait_for(until_the_second(), 20))
 
 
 def test_names_of_a_sealed_namespace_stay_off_the_disk(around: Around, tmp_path: Path) -> None:

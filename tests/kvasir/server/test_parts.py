@@ -15,18 +15,15 @@ async def ending() -> None:
     """Nothing is wrong with it."""
 
 
-def test_a_part_that_fails_is_logged_by_its_name_and_one_that_ends_or_is_stopped_is_not(
+async def test_a_part_that_fails_is_logged_by_its_name_and_one_that_ends_or_is_stopped_is_not(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def serve() -> None:
+    with caplog.at_level(logging.ERROR):
         async with Parts() as parts:
             parts.running(failing())
             parts.running(ending())
             parts.running(asyncio.sleep(60))
             await asyncio.sleep(0)
-
-    with caplog.at_level(logging.ERROR):
-        asyncio.run(serve())
     [line] = [record.getMessage() for record in caplog.records]
     assert line.startswith("part.failed part=failing error=ValueError at=")
     assert "secret" not in line

@@ -72,8 +72,8 @@ def lab(tmp_path: Path) -> Lab:
     return Lab(tmp_path / "data")
 
 
-def test_a_commit_whose_manifest_was_read_ahead_is_that_of_one_which_was_not(lab: Lab) -> None:
-    async def test(store: Store) -> None:
+async def test_a_commit_whose_manifest_was_read_ahead_is_that_of_one_which_was_not(lab: Lab) -> None:
+    with lab.open() as store:
         async with scene_of(store) as scene:
             agent = SyntheticAgent(SMALL)
             first, second = stored(store, agent), stored(store, agent)
@@ -89,24 +89,18 @@ def test_a_commit_whose_manifest_was_read_ahead_is_that_of_one_which_was_not(lab
             assert store.prefixes.find(NS, kv_hash, hashes, (0,)).tokens == 1280, "both bound what may be shared"
             assert scene.room.room.held_units == 0
 
+
+async def test_a_commit_that_comes_while_its_manifest_is_read_waits_for_that(lab: Lab) -> None:
     with lab.open() as store:
-        asyncio.run(test(store))
-
-
-def test_a_commit_that_comes_while_its_manifest_is_read_waits_for_that(lab: Lab) -> None:
-    async def test(store: Store) -> None:
         async with scene_of(store) as scene:
             snapshot = stored(store)
             scene.ahead.begin(NS, snapshot.manifest_digest)
             assert (await scene.commit(snapshot.manifest_digest)).version == 1
             assert (scene.reads, scene.room.room.held_units) == (1, 0)
 
+
+async def test_a_manifest_read_ahead_serves_no_other_namespace(lab: Lab) -> None:
     with lab.open() as store:
-        asyncio.run(test(store))
-
-
-def test_a_manifest_read_ahead_serves_no_other_namespace(lab: Lab) -> None:
-    async def test(store: Store) -> None:
         async with scene_of(store) as scene:
             snapshot = stored(store)
             scene.ahead.begin(NS, snapshot.manifest_digest)
@@ -116,12 +110,9 @@ def test_a_manifest_read_ahead_serves_no_other_namespace(lab: Lab) -> None:
             assert (await scene.commit(snapshot.manifest_digest)).version == 1
             assert scene.reads == 1, "the other namespace has taken it away"
 
+
+async def test_a_manifest_that_is_damaged_after_it_was_read_ahead_is_not_committed(lab: Lab) -> None:
     with lab.open() as store:
-        asyncio.run(test(store))
-
-
-def test_a_manifest_that_is_damaged_after_it_was_read_ahead_is_not_committed(lab: Lab) -> None:
-    async def test(store: Store) -> None:
         async with scene_of(store) as scene:
             snapshot = stored(store)
             scene.ahead.begin(NS, snapshot.manifest_digest)
@@ -131,9 +122,6 @@ def test_a_manifest_that_is_damaged_after_it_was_read_ahead_is_not_committed(lab
                 await scene.commit(snapshot.manifest_digest)
             assert refused.value.reason == "BLOB_MISSING"
             assert scene.room.room.held_units == 0
-
-    with lab.open() as store:
-        asyncio.run(test(store))
 
 
 @pytest.mark.parametrize("wrong", ["missing", "no manifest"])
@@ -156,10 +144,9 @@ def test_a_manifest_that_cannot_be_read_ahead_is_refused_by_its_commit_in_the_sa
         asyncio.run(test(store))
 
 
-def test_a_manifest_that_nobody_commits_gives_its_room_back(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_manifest_that_nobody_commits_gives_its_room_back(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifests_ahead, "ANSWER_S", 0.02)
-
-    async def test(store: Store) -> None:
+    with lab.open() as store:
         async with scene_of(store) as scene:
             snapshot = stored(store)
             scene.ahead.begin(NS, snapshot.manifest_digest)
@@ -169,14 +156,10 @@ def test_a_manifest_that_nobody_commits_gives_its_room_back(lab: Lab, monkeypatc
             assert (await scene.commit(snapshot.manifest_digest)).version == 1
             assert scene.reads == 2
 
-    with lab.open() as store:
-        asyncio.run(test(store))
 
-
-def test_a_committed_manifest_is_not_forgotten_once_more(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_committed_manifest_is_not_forgotten_once_more(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifests_ahead, "ANSWER_S", 0.05)
-
-    async def test(store: Store) -> None:
+    with lab.open() as store:
         wrong: list[object] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, about: wrong.append(about))
         async with scene_of(store) as scene:
@@ -186,12 +169,9 @@ def test_a_committed_manifest_is_not_forgotten_once_more(lab: Lab, monkeypatch: 
             await asyncio.sleep(0.1)
             assert (wrong, scene.room.room.held_units) == ([], 0)
 
+
+async def test_a_quarter_of_the_room_is_taken_ahead_at_most(lab: Lab) -> None:
     with lab.open() as store:
-        asyncio.run(test(store))
-
-
-def test_a_quarter_of_the_room_is_taken_ahead_at_most(lab: Lab) -> None:
-    async def test(store: Store) -> None:
         async with scene_of(store) as scene:
             snapshot = stored(store)
             room = scene.room.room
@@ -205,18 +185,14 @@ def test_a_quarter_of_the_room_is_taken_ahead_at_most(lab: Lab) -> None:
             await scene.commit(snapshot.manifest_digest)
             assert room.held_units == taken - 1
 
-    with lab.open() as store:
-        asyncio.run(test(store))
-
 
 @pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize(("role", "is_read"), [(ENGINE, True), (CLIENT, False)])
-def test_a_manifest_is_read_once_it_is_there_if_an_engine_wrote_it(
+async def test_a_manifest_is_read_once_it_is_there_if_an_engine_wrote_it(
     role: str, is_read: bool, pieces: int, lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(uploading, "current_principal", lambda: Principal("caller", NS, frozenset({role})))
-
-    async def test(store: Store) -> None:
+    with lab.open() as store:
         async with scene_of(store) as scene:
             snapshot = SyntheticAgent(SMALL).turn(300)
             blobs = [(pb.BLOB_KIND_TENSORS, each, data) for each, data in snapshot.new_blobs.items()]
@@ -239,12 +215,9 @@ def test_a_manifest_is_read_once_it_is_there_if_an_engine_wrote_it(
             from_disk = 0 if is_read and pieces == 1 else 1
             assert (scene.reads, scene.room.room.held_units) == (from_disk, 0)
 
+
+async def test_bytes_that_are_not_the_manifests_are_not_read_for_it(lab: Lab) -> None:
     with lab.open() as store:
-        asyncio.run(test(store))
-
-
-def test_bytes_that_are_not_the_manifests_are_not_read_for_it(lab: Lab) -> None:
-    async def test(store: Store) -> None:
         async with scene_of(store) as scene:
             snapshot, other = stored(store), SyntheticAgent(SMALL, 2).turn(300)
             named = next(iter(snapshot.new_blobs)).to_proto().hash.encode()
@@ -255,12 +228,9 @@ def test_bytes_that_are_not_the_manifests_are_not_read_for_it(lab: Lab) -> None:
                 assert (await scene.commit(snapshot.manifest_digest)).token_count == 700
             assert (scene.reads, scene.room.room.held_units) == (3, 0)
 
+
+async def test_a_commit_of_a_manifest_that_is_coming_gets_it_once_it_came(lab: Lab) -> None:
     with lab.open() as store:
-        asyncio.run(test(store))
-
-
-def test_a_commit_of_a_manifest_that_is_coming_gets_it_once_it_came(lab: Lab) -> None:
-    async def test(store: Store) -> None:
         async with scene_of(store) as scene:
             snapshot = stored(store)
             digest = snapshot.manifest_digest
@@ -276,12 +246,9 @@ def test_a_commit_of_a_manifest_that_is_coming_gets_it_once_it_came(lab: Lab) ->
             assert sorted(await asyncio.gather(*asking)) == [0, 700], "one has it, the other reads it itself"
             assert (scene.reads, scene.room.room.held_units) == (0, 0)
 
+
+async def test_a_commit_does_not_wait_for_a_manifest_that_came_and_had_no_room(lab: Lab) -> None:
     with lab.open() as store:
-        asyncio.run(test(store))
-
-
-def test_a_commit_does_not_wait_for_a_manifest_that_came_and_had_no_room(lab: Lab) -> None:
-    async def test(store: Store) -> None:
         async with scene_of(store) as scene:
             snapshot, room = stored(store), scene.room.room
             room.take("other", room.max_units // 4)
@@ -292,21 +259,14 @@ def test_a_commit_does_not_wait_for_a_manifest_that_came_and_had_no_room(lab: La
                 assert known is None
             assert asyncio.get_running_loop().time() - began < manifests_ahead.ANSWER_S / 2
 
-    with lab.open() as store:
-        asyncio.run(test(store))
 
-
-def test_a_commit_of_a_manifest_that_does_not_come_reads_it_itself_later(
+async def test_a_commit_of_a_manifest_that_does_not_come_reads_it_itself_later(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manifests_ahead, "ANSWER_S", 0.02)
-
-    async def test(store: Store) -> None:
+    with lab.open() as store:
         async with scene_of(store) as scene:
             snapshot = stored(store)
             async with scene.ahead.known(NS, snapshot.manifest_digest, is_coming=True) as known:
                 assert known is None
             assert not scene.ahead._awaited
-
-    with lab.open() as store:
-        asyncio.run(test(store))

@@ -89,20 +89,17 @@ async def drip(stub: Any, digest: Digest) -> bytes:
 
 
 @pytest.mark.long(4)
-def test_a_blob_is_read_once_for_a_slow_reader_whom_nobody_waits_for(tmp_path: Path) -> None:
+async def test_a_blob_is_read_once_for_a_slow_reader_whom_nobody_waits_for(tmp_path: Path) -> None:
     disk = CountingDisk()
     turn = SyntheticAgent(WIDE, 1).turn(256)
     [digest] = turn.digests
-
-    async def test(store: Store) -> None:
-        async with served(tmp_path, store, 16 * MIB) as stub:
-            assert Digest.of(await drip(stub, digest)) == digest
-            assert disk.reads == 1
-
     with Lab(tmp_path / "data").open(disk) as store:
         write_all(store, turn.new_blobs)
         disk.reads = 0
-        asyncio.run(asyncio.wait_for(test(store), 40))
+        async with asyncio.timeout(40):
+            async with served(tmp_path, store, 16 * MIB) as stub:
+                assert Digest.of(await drip(stub, digest)) == digest
+                assert disk.reads == 1
 
 
 class MeetingDisk(Disk):
@@ -165,64 +162,55 @@ def test_a_reader_who_leaves_while_a_failed_read_ends_keeps_no_room(tmp_path: Pa
         asyncio.run(asyncio.wait_for(test(store), 40))
 
 
-def test_groups_of_small_blobs_are_read_ahead_side_by_side(tmp_path: Path) -> None:
+async def test_groups_of_small_blobs_are_read_ahead_side_by_side(tmp_path: Path) -> None:
     turn = SyntheticAgent(PAIRED, 6).turn(256 * 6)
-
-    async def test(store: Store) -> None:
-        async with served(tmp_path, store, 16 * MIB) as stub:
-            call = stub.ReadBlobs(pb.ReadBlobsRequest(digests=[digest.to_proto() for digest in turn.digests]))
-            data = b"".join([response.frame.data async for response in call])
-            assert data == b"".join(turn.new_blobs[digest] for digest in turn.digests)
-
     with Lab(tmp_path / "data").open() as store:
         write_all(store, turn.new_blobs)
     with Lab(tmp_path / "data").open(MeetingDisk()) as store:
-        asyncio.run(asyncio.wait_for(test(store), 40))
+        async with asyncio.timeout(40):
+            async with served(tmp_path, store, 16 * MIB) as stub:
+                call = stub.ReadBlobs(pb.ReadBlobsRequest(digests=[digest.to_proto() for digest in turn.digests]))
+                data = b"".join([response.frame.data async for response in call])
+                assert data == b"".join(turn.new_blobs[digest] for digest in turn.digests)
 
 
 @pytest.mark.long(4)
-def test_a_slow_reader_makes_room_for_who_waits(tmp_path: Path) -> None:
+async def test_a_slow_reader_makes_room_for_who_waits(tmp_path: Path) -> None:
     turn = SyntheticAgent(WIDE, 2).turn(512)
     first, second = turn.digests
-
-    async def test(store: Store) -> None:
-        async with served(tmp_path, store, 5 * MIB) as stub:
-            slow = asyncio.create_task(drip(stub, first))
-            await asyncio.sleep(0.7)
-            call = stub.ReadBlobs(pb.ReadBlobsRequest(digests=[second.to_proto()]))
-            data = b"".join([response.frame.data async for response in call])
-            assert Digest.of(data) == second
-            assert not slow.done()
-            assert Digest.of(await slow) == first
-
     with Lab(tmp_path / "data").open() as store:
         write_all(store, turn.new_blobs)
-        asyncio.run(asyncio.wait_for(test(store), 40))
+        async with asyncio.timeout(40):
+            async with served(tmp_path, store, 5 * MIB) as stub:
+                slow = asyncio.create_task(drip(stub, first))
+                await asyncio.sleep(0.7)
+                call = stub.ReadBlobs(pb.ReadBlobsRequest(digests=[second.to_proto()]))
+                data = b"".join([response.frame.data async for response in call])
+                assert Digest.of(data) == second
+                assert not slow.done()
+                assert Digest.of(await slow) == first
 
 
 @pytest.mark.long(6)
-def test_who_takes_no_acknowledgements_is_given_up(tmp_path: Path) -> None:
+async def test_who_takes_no_acknowledgements_is_given_up(tmp_path: Path) -> None:
     turn = SyntheticAgent(SMALL, 3).turn(256)
     [digest] = turn.digests
     ask = pb.WriteBlobsRequest(frame=pb.BlobFrame(digest=digest.to_proto(), kind=pb.BLOB_KIND_TENSORS))
-
-    async def test(store: Store) -> None:
-        async with served(tmp_path, store, MIB, window_bytes=1024) as stub:
-
-            async def asks() -> AsyncIterator[pb.WriteBlobsRequest]:
-                while True:
-                    yield ask
-
-            call = stub.WriteBlobs(asks())
-            # Nothing is read: the answers fill what lies between, and then nobody takes them.
-            await asyncio.sleep(6)
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                [_ async for _ in call]
-            assert from_rpc_error(caught.value).reason == "READER_STALLED"
-
     with Lab(tmp_path / "data").open() as store:
         write_all(store, turn.new_blobs)
-        asyncio.run(asyncio.wait_for(test(store), 40))
+        async with asyncio.timeout(40):
+            async with served(tmp_path, store, MIB, window_bytes=1024) as stub:
+
+                async def asks() -> AsyncIterator[pb.WriteBlobsRequest]:
+                    while True:
+                        yield ask
+
+                call = stub.WriteBlobs(asks())
+                # Nothing is read: the answers fill what lies between, and then nobody takes them.
+                await asyncio.sleep(6)
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    [_ async for _ in call]
+                assert from_rpc_error(caught.value).reason == "READER_STALLED"
 
 
 def test_a_namespaces_blobs_are_verified_for_one_caller_at_a_time(tmp_path: Path) -> None:
@@ -246,12 +234,12 @@ def test_a_namespaces_blobs_are_verified_for_one_caller_at_a_time(tmp_path: Path
         asyncio.run(asyncio.wait_for(test(store), 40))
 
 
-def test_a_digest_that_claims_bytes_takes_no_room_for_them(tmp_path: Path) -> None:
+async def test_a_digest_that_claims_bytes_takes_no_room_for_them(tmp_path: Path) -> None:
     """Two to the 62 bytes filled the budget of everybody until the look-up found that there was no such blob."""
     bogus = Digest("ab" * 32, 1 << 62)
     turn = SyntheticAgent(SMALL, 5).turn(256)
-
-    async def test(store: Store) -> None:
+    with Lab(tmp_path / "data").open() as store:
+        write_all(store, turn.new_blobs)
         threads, room = StoreThreads(), SharedRoom(MIB)
         aio = AioStore(store, threads)
         room.take("another", MIB)
@@ -269,40 +257,33 @@ def test_a_digest_that_claims_bytes_takes_no_room_for_them(tmp_path: Path) -> No
         assert room.held_units == 0
         threads.close()
 
-    with Lab(tmp_path / "data").open() as store:
-        write_all(store, turn.new_blobs)
-        asyncio.run(test(store))
-
 
 @pytest.mark.long(3)
-def test_one_namespaces_readers_leave_room_for_another(tmp_path: Path) -> None:
+async def test_one_namespaces_readers_leave_room_for_another(tmp_path: Path) -> None:
     turn = SyntheticAgent(WIDE, 6).turn(8 * 256)
     small = SyntheticAgent(SMALL, 7).turn(256)
-
-    async def test(store: Store) -> None:
-        threads, room = StoreThreads(), SharedRoom(20 * MIB)
-        aio = AioStore(store, threads)
-        sources = [BlobReader(aio, room).open(NS, [digest]) for digest in turn.digests]
-        pending = [asyncio.create_task(source.next_piece()) for source in sources]
-        await asyncio.wait(pending, timeout=2)
-        assert 0 < room.held(NS) <= 15 * MIB
-        async with (
-            asyncio.timeout(30),
-            BlobReader(aio, room).open("other", small.digests) as source,
-        ):
-            assert await source.next_piece()
-        for task in pending:
-            task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-        for source in sources:
-            await source.let_go()
-        assert room.held_units == 0
-        threads.close()
-
     with Lab(tmp_path / "data").open() as store:
         write_all(store, turn.new_blobs)
         write_all(store, small.new_blobs, "other")
-        asyncio.run(asyncio.wait_for(test(store), 40))
+        async with asyncio.timeout(40):
+            threads, room = StoreThreads(), SharedRoom(20 * MIB)
+            aio = AioStore(store, threads)
+            sources = [BlobReader(aio, room).open(NS, [digest]) for digest in turn.digests]
+            pending = [asyncio.create_task(source.next_piece()) for source in sources]
+            await asyncio.wait(pending, timeout=2)
+            assert 0 < room.held(NS) <= 15 * MIB
+            async with (
+                asyncio.timeout(30),
+                BlobReader(aio, room).open("other", small.digests) as source,
+            ):
+                assert await source.next_piece()
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+            for source in sources:
+                await source.let_go()
+            assert room.held_units == 0
+            threads.close()
 
 
 @pytest.mark.parametrize(("budget_mib", "many"), [(16, 1), (48, 2)])  # two MiB more each, of three parts of an eighth
