@@ -25,13 +25,6 @@ def prover(directory: Path, measured: Callable[[Step], dict[str, Any]], **known:
     return Prover(ProofScope(), KeptSteps(directory / "prove", made_with), measured, **options)
 
 
-def until(is_there: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not is_there():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def main() -> None:
     directory = Path(sys.argv[1])
 

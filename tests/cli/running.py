@@ -13,8 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from kvasir.cli.showing.terminal import PlainConsole
 
 from tests.running.ports import free_port
 from tests.running.programs import Program, run
+from tests.running.waiting import eventually
 
 KVASIR = Path(sys.executable).with_name("kvasir")
 # Completion is for the shell that is named, whichever shell the tests run under.
@@ -121,15 +121,6 @@ class Cli:
 def _fresh(command: Sequence[str], out: Path, err: Path) -> "subprocess.Popen[bytes]":
     with out.open("wb") as stdout, err.open("wb") as stderr:
         return subprocess.Popen([KVASIR, *command], stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=QUIET)
-
-
-def eventually(claim: Callable[[], Any], within_s: float = 30) -> Any:
-    """Wait until the claim is true, and return what it is."""
-    end = time.monotonic() + within_s
-    while not (value := claim()):
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.05)
-    return value
 
 
 def answers(address: str, service: str) -> bool:

@@ -24,10 +24,11 @@ from kvasir.formats import manifest
 from kvasir.formats.digest import Digest
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from tests.cli.running import KVASIR, QUIET, Cli, eventually
+from tests.cli.running import KVASIR, QUIET, Cli
 from tests.made_models.synthetic import SyntheticAgent
 from tests.running.programs import run
 from tests.running.system_fixtures import House
+from tests.running.waiting import eventually
 
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 

@@ -12,7 +12,8 @@ from kvasir_bench.prove.result import broken_claims, claims, read_result
 from kvasir_bench.prove.step import ProofScope
 from kvasir_bench.prove.steps import steps_of
 
-from tests.cli.running import Cli, eventually, in_process
+from tests.cli.running import Cli, in_process
+from tests.running.waiting import eventually
 
 
 @pytest.mark.long(47)

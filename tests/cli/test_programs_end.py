@@ -12,7 +12,8 @@ import psutil
 import pytest
 from kvasir_bench.wire import _SINK
 
-from tests.cli.running import eventually, in_process
+from tests.cli.running import in_process
+from tests.running.waiting import eventually
 
 ROOT, PRODUCTION = Path(__file__).parents[2], ("clients", "cachestore_svc", "inference_svc")
 

@@ -12,8 +12,8 @@ from kvasir.server.operating.operator_page import About, OperatorPage
 from kvasir.server.operating.wellness import Wellness
 from prometheus_client.core import Metric
 
-from tests.cli.running import eventually
 from tests.running.ports import free_port
+from tests.running.waiting import eventually
 
 
 def test_a_probe_may_ask_for_the_head_alone() -> None:

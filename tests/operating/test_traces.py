@@ -13,6 +13,7 @@ from kvasir.server.operating.traces import Traces
 from tests.gateway.conftest import Front, running_front
 from tests.gateway.serving import MODEL
 from tests.running.trace_collector import Collector, collecting
+from tests.running.waiting import eventually
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
@@ -75,10 +76,7 @@ def test_the_store_begins_no_trace_of_its_own(traced: Front, collector: tuple[Co
     with traced.house.store_client() as client:
         client.get_stats()
     httpx.get(f"{traced.gateway.url}/v1/models", headers=traced.bearer())
-    give_up = time.monotonic() + 20
-    while "GET /v1/models" not in collector[0].text:
-        assert time.monotonic() < give_up
-        time.sleep(0.1)
+    eventually(lambda: "GET /v1/models" in collector[0].text, 20)
     assert "CacheStoreService/GetStats" not in collector[0].text
 
 

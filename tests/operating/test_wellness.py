@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,7 @@ from kvasir.cli.running.home import Home
 from tests.cli.running import in_process
 from tests.operating.conftest import Watched
 from tests.running.scraping import health
-
-
-def eventually(is_so: Callable[[], bool], within_s: float = 20.0) -> None:
-    give_up = time.monotonic() + within_s
-    while not is_so():
-        assert time.monotonic() < give_up
-        time.sleep(0.05)
+from tests.running.waiting import eventually
 
 
 def test_all_are_well_at_first(watched: Watched) -> None:

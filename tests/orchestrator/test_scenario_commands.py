@@ -9,8 +9,9 @@ import pytest
 from kvasir_orchestrator import Journal, Scenario, shipped_names
 from kvasir_orchestrator.model import json_schema
 
-from tests.cli.running import Cli, eventually, in_process
+from tests.cli.running import Cli, in_process
 from tests.orchestrator.test_scenario_format import RIGHT
+from tests.running.waiting import eventually
 
 
 def test_a_dry_run_prints_every_prompt_and_the_reuse_it_will_get(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from kvasir.clients import InferenceClient, StoreClient
 
 from inference_svc.model import kvasir_tiny
 from tests.running.programs import Program
+from tests.running.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 STORE_SERVICE = "kvasir.cachestore.v1.CacheStoreService"
@@ -134,10 +135,7 @@ class House:
             if not service.is_running:
                 service.start()
         with self.client() as client:
-            give_up = time.monotonic() + 20
-            while not client.get_stats().store_is_reachable:
-                assert time.monotonic() < give_up
-                time.sleep(0.05)
+            eventually(lambda: client.get_stats().store_is_reachable, 20)
 
     def client(self, token: str | None = None) -> InferenceClient:
         return InferenceClient.connect(self.engine.address, token=token)

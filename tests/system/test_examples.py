@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.running import Cli, eventually, free_port
+from tests.cli.running import Cli, free_port
 from tests.running import in_memory
+from tests.running.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

@@ -17,9 +17,10 @@ from kvasir.address import accepts
 from kvasir.cli.running.home import Home
 
 from tests.cli.certificates import make_certificate
-from tests.cli.running import Cli, eventually, free_port
+from tests.cli.running import Cli, free_port
 from tests.running import in_memory
 from tests.running.system_fixtures import ROOT
+from tests.running.waiting import eventually
 from tools.fleet import servers
 from tools.fleet.part import program
 

@@ -1,10 +1,10 @@
 """What goes to a bucket at once: as much as the link takes, in turn, and one that hangs keeps others for a while."""
 
 import threading
-import time
 from collections.abc import Callable
 
 from cachestore_svc.blobs.bucket.uplink import LEAST_AT_ONCE_BYTES, Uplink
+from tests.running.waiting import eventually
 
 MIB = 1 << 20
 
@@ -32,7 +32,7 @@ class Sending:
         before = self._count()
         self._threads[name] = threading.Thread(target=send, daemon=True)
         self._threads[name].start()
-        until(lambda: self._count() > before)
+        eventually(lambda: self._count() > before)
 
     def end(self, *names: str) -> None:
         for name in names:
@@ -41,13 +41,6 @@ class Sending:
 
     def _count(self) -> int:
         return len(self.gone) + len(self.uplink._waiting)
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < give_up
-        time.sleep(0.001)
 
 
 def test_namespaces_take_turns_and_a_small_object_waits_for_none() -> None:
@@ -60,7 +53,7 @@ def test_namespaces_take_turns_and_a_small_object_waits_for_none() -> None:
     for before, following in (("a1", "a2"), ("a2", "b1"), ("b1", "a3")):
         sending.now_s += 20
         sending.end(before)
-        until(lambda name=following: name in sending.gone)  # type: ignore[misc]
+        eventually(lambda name=following: name in sending.gone)  # type: ignore[misc]
     assert sending.gone == ["a1", "mark", "a2", "b1", "a3"]
     sending.end("mark", "a3")
 
@@ -74,11 +67,11 @@ def test_small_objects_of_others_do_not_keep_a_large_one_for_ever() -> None:
     assert sending.gone == ["b1"]
     sending.now_s += 4
     sending.end("b1")
-    until(lambda: "large" in sending.gone)
+    eventually(lambda: "large" in sending.gone)
     assert sending.gone == ["b1", "large"]
     sending.now_s += 16
     sending.end("large")
-    until(lambda: len(sending.gone) == 4)
+    eventually(lambda: len(sending.gone) == 4)
     sending.end("b2", "c1")
 
 
@@ -102,6 +95,6 @@ def test_an_object_that_hangs_keeps_others_waiting_for_a_while_and_one_of_parts_
     sending.begin("c", "looks", 16 * MIB)
     assert sending.gone == ["hangs"]
     sending.now_s += 11
-    until(lambda: "waits" in sending.gone)
+    eventually(lambda: "waits" in sending.gone)
     assert sending.gone == ["hangs", "waits"]
     sending.end("hangs", "waits", "looks")

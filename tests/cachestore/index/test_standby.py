@@ -23,6 +23,7 @@ from tests.cachestore.index.test_postgres import add_one, count_of
 from tests.cachestore.replicas.database_facts import Facts
 from tests.made_models.synthetic import SMALL, SyntheticAgent
 from tests.running.postgres import PostgresServer, running, running_standby
+from tests.running.waiting import eventually
 
 pytestmark = [pytest.mark.fleet, pytest.mark.long(30)]
 WRITERS = 4
@@ -73,10 +74,7 @@ class Load:
                 each.result()
 
     def wait_for(self, count: int) -> None:
-        deadline = time.monotonic() + 60
-        while len(self.acknowledged) < count:
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
+        eventually(lambda: len(self.acknowledged) >= count, 60)
 
     def _write(self) -> None:
         while not self._is_over.is_set():

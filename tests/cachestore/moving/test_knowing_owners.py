@@ -12,9 +12,10 @@ from kvasir.errors import InvalidArgument
 
 from cachestore_svc.facts.ownership import CLAIM_STEP, FIRST_MOVE
 from cachestore_svc.pairing.peers_file import PeerBook, PeerSettings, change_peers
-from tests.cachestore.moving.two_stores import Mac, as_peer, eventually, macs, refused, state
+from tests.cachestore.moving.two_stores import Mac, as_peer, macs, refused, state
 from tests.cachestore.service.running import assert_whole, publish
 from tests.made_models.synthetic import SMALL, SyntheticAgent
+from tests.running.waiting import eventually
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,10 @@ from kvasir.formats.block_hash import kv_identity_hash
 
 from cachestore_svc.facts.ownership import FIRST_MOVE
 from cachestore_svc.moving.peering.peers import answers_of_peer
-from tests.cachestore.moving.two_stores import Mac, as_peer, eventually, macs, refused, run, state
+from tests.cachestore.moving.two_stores import Mac, as_peer, macs, refused, run, state
 from tests.cachestore.service.running import assert_whole, publish
 from tests.made_models.synthetic import SMALL, TINY, SyntheticAgent
+from tests.running.waiting import eventually
 
 KV = kv_identity_hash(SMALL)
 TINY_HASH = kv_identity_hash(TINY)

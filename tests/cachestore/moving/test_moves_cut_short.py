@@ -6,9 +6,10 @@ from kvasir.clients import StoreClient
 from kvasir.errors import Unavailable
 from kvasir.formats.block_hash import kv_identity_hash
 
-from tests.cachestore.moving.two_stores import Mac, as_peer, eventually, macs, publish_under, refused, state
+from tests.cachestore.moving.two_stores import Mac, as_peer, macs, publish_under, refused, state
 from tests.cachestore.service.running import assert_whole, publish
 from tests.made_models.synthetic import SMALL, SyntheticAgent
+from tests.running.waiting import eventually
 
 KV = kv_identity_hash(SMALL)
 

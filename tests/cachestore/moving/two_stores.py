@@ -1,7 +1,6 @@
 """Two stores as real processes that know each other as peers, for tests of moves; cables between them may be cut."""
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -87,13 +86,6 @@ def refused(call: Callable[[], object], reason: str, owner: str | None = None) -
     if owner is not None:
         assert caught.value.metadata["owner"] == owner
     return caught.value
-
-
-def eventually(holds: Callable[[], bool], within_s: float = 15.0) -> None:
-    give_up = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < give_up
-        time.sleep(0.05)
 
 
 def state(client: StoreClient, name: str) -> tuple[int, str]:

@@ -13,10 +13,10 @@ from tests.cachestore.bucket.test_over_s3 import pytestmark  # noqa: F401
 from tests.cachestore.replicas.processes import replicas_in
 from tests.cachestore.service.proxy import proxy_to
 from tests.cachestore.service.running import RunningStore
-from tests.cli.running import eventually
 from tests.running import in_memory
 from tests.running.postgres import PostgresServer
 from tests.running.system_fixtures import ENGINE_SERVICE, Service, running_house
+from tests.running.waiting import eventually
 
 WORDS = ("My name is Anna.", "My dog is called Rex.", "What is my dog called?", "What is my name?")
 SAMPLING = {"temperature": 0.0, "max_tokens": 24}

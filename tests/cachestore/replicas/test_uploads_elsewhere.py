@@ -10,11 +10,11 @@ from kvasir.clients import StoreClient
 from kvasir.formats.frames import frames_of
 
 from tests.cachestore.bucket.test_over_s3 import pytestmark  # noqa: F401
-from tests.cachestore.moving.two_stores import eventually
 from tests.cachestore.replicas.processes import Replicas
 from tests.cachestore.service.proxy import proxy_to
 from tests.cachestore.service.running import assert_whole
 from tests.made_models.synthetic import SyntheticAgent, full_layers, kv_identity
+from tests.running.waiting import eventually
 
 _LARGE = kv_identity("large", full_layers(24, 8, 128))  # one block is 7 MB: several frames
 

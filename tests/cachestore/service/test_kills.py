@@ -18,9 +18,9 @@ from kvasir.errors import Cancelled, Conflict, FailedPrecondition, KvasirError, 
 from cachestore_svc.config import read_settings
 from cachestore_svc.recovery.means import Means
 from cachestore_svc.store.store import Store
-from tests.cachestore.moving.two_stores import eventually
 from tests.cachestore.service.running import RunningStore, StoreHome, publish
 from tests.made_models.synthetic import LLAMA_8B, MIXED, SMALL, SyntheticAgent, SyntheticSnapshot
+from tests.running.waiting import eventually
 
 WRITERS = 4
 _LONG = 4_096  # tokens: of such a line a commit looks up new blobs alone

@@ -16,9 +16,9 @@ from kvasir.errors import FailedPrecondition
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.gateway.conftest import Front, running_front
-from tests.inference.service.memories.test_large_memories import until
 from tests.made_models.sampling import sampled
 from tests.running.set_clock import VARIABLE, set_ahead
+from tests.running.waiting import eventually
 
 ROUNDS = sampled(1, of=60)
 SEED = int(os.environ.get("KVASIR_SEED", "1"))
@@ -76,7 +76,7 @@ def test_clocks_that_are_set_change_no_turn_and_end_no_lease_token_or_agent(
             for number in range(ROUNDS):
                 with jumping(clock, chance):
                     assert talk(client, f"round {number}") == calm
-                    until(partial(is_stored, client, f"round {number}"))
+                    eventually(partial(is_stored, client, f"round {number}"))
                     answers_by_key(front)
                     nobody_else_takes(front, f"round {number}")
         front.house.engine.kill()

@@ -7,9 +7,10 @@ import pytest
 from kvasir.cli.running.health import STORE_SERVICE
 from kvasir.clients import StoreClient
 
-from tests.cli.running import Cli, answers, eventually
+from tests.cli.running import Cli, answers
 from tests.made_models.synthetic import SyntheticAgent, SyntheticSnapshot
 from tests.running import in_memory
+from tests.running.waiting import eventually
 
 
 @pytest.fixture(scope="module")

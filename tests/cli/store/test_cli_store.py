@@ -19,10 +19,11 @@ from kvasir.cli.talking.chat import Conversation
 from kvasir.clients import GenerateOptions, InferenceClient, StoreClient
 from kvasir.formats.digest import Digest
 
-from tests.cli.running import Cli, answers, eventually
+from tests.cli.running import Cli, answers
 from tests.cli.store.conftest import publish
 from tests.made_models.synthetic import SMALL, TINY, SyntheticAgent, asleep
 from tests.running import in_memory
+from tests.running.waiting import eventually
 
 SNAPSHOT_KEYS = {
     "agent_id",

@@ -12,7 +12,8 @@ from kvasir.clients import InferenceClient
 from kvasir.errors import Unavailable
 
 from tests.cli.certificates import make_certificate
-from tests.cli.running import eventually, free_port, in_process
+from tests.cli.running import free_port, in_process
+from tests.running.waiting import eventually
 
 
 def printed(kind: str, folder: Path, *, has_tls: bool = False, listen: str = "") -> Path:

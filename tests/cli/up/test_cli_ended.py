@@ -16,8 +16,9 @@ from kvasir.address import parse_address
 from kvasir.cli.running.holding import holders, is_led
 from kvasir.cli.running.home import Home
 
-from tests.cli.running import KVASIR, QUIET, Cli, eventually
+from tests.cli.running import KVASIR, QUIET, Cli
 from tests.running import in_memory
+from tests.running.waiting import eventually
 
 
 def _serving(command: psutil.Process) -> list[psutil.Process]:

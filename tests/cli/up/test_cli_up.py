@@ -17,18 +17,11 @@ from kvasir.cli.talking.turn import TurnResult, follow_turn
 from kvasir.clients import GenerateOptions, message
 from kvasir.credentials import read_token
 
-from tests.cli.running import (
-    Cli,
-    answers,
-    eventually,
-    free_port,
-    in_process,
-    three_free_ports,
-    wait_until_ready,
-)
+from tests.cli.running import Cli, answers, free_port, in_process, three_free_ports, wait_until_ready
 from tests.made_models.tiny_encoder import write_encoder
 from tests.running import in_memory
 from tests.running.scraping import health, scrape
+from tests.running.waiting import eventually
 
 ROOT = Path(__file__).parents[3]
 TURN_KEYS = {

@@ -16,7 +16,8 @@ from kvasir.cli.running.group import service_states
 from kvasir.cli.running.holding import end_services, holders, named_openers
 from kvasir.cli.running.home import Home, Running
 
-from tests.cli.running import eventually, free_port, in_process
+from tests.cli.running import free_port, in_process
+from tests.running.waiting import eventually
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere `lsof` tells")

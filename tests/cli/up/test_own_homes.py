@@ -17,11 +17,12 @@ from kvasir.cli.running.holding import holders, is_led
 from kvasir.cli.running.home import Home
 from kvasir.options.gateway import DEFAULT_LISTEN
 
-from tests.cli.running import QUIET, Cli, answers, eventually, free_port, in_process, process_exists, wait_until_ready
+from tests.cli.running import QUIET, Cli, answers, free_port, in_process, process_exists, wait_until_ready
 from tests.made_models.tiny_encoder import write_encoder
 from tests.running import in_memory
 from tests.running.system_fixtures import running_house
 from tests.running.trace_collector import collecting
+from tests.running.waiting import eventually
 
 
 @pytest.mark.long(5)

@@ -31,8 +31,9 @@ from kvasir.inference.v1 import inference_pb2 as pb
 
 from inference_svc.memory.store.answers import LEASE_TTL_S
 from tests.cli.certificates import make_certificate
-from tests.cli.running import Cli, Ended, eventually, free_port, in_process, process_exists
+from tests.cli.running import Cli, Ended, free_port, in_process, process_exists
 from tests.running import in_memory
+from tests.running.waiting import eventually
 
 PAGE = Path(__file__).parents[3] / "docs" / "pages" / "two-engines.md"
 FIRST = "My name is Anna. My dog is called Rex."

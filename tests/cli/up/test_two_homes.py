@@ -24,10 +24,11 @@ from kvasir.errors import KvasirError, NotFound, PermissionDenied, Unauthenticat
 
 from cachestore_svc.pairing.identity import SERVER_NAME, Identity, identity_file, new_identity, read_identity
 from cachestore_svc.pairing.peers_file import read_peers
-from tests.cli.running import Begun, Cli, Ended, answers, eventually, in_process, wait_until_ready
+from tests.cli.running import Begun, Cli, Ended, answers, in_process, wait_until_ready
 from tests.inference.handover.cases import ON, STORY
 from tests.inference.handover.two_engines import Heard, hear
 from tests.running import in_memory
+from tests.running.waiting import eventually
 
 FIRST: dict[str, Any] = {"messages": [{"role": "user", "content": STORY}], "sampling": {**ON, "max_tokens": 4}}
 MORE: dict[str, Any] = {"append_messages": [{"role": "user", "content": "And then?"}], "sampling": ON}

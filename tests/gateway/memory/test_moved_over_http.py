@@ -15,10 +15,10 @@ from kvasir.clients import InferenceClient
 from kvasir.credentials import hash_token
 from kvasir.errors import KvasirError
 
-from tests.cli.running import eventually
 from tests.gateway.serving import MODEL, GatewayProcess, running_gateway, write_keys
 from tests.inference.handover.cases import ON, STORY
 from tests.inference.handover.two_engines import TwoEngines
+from tests.running.waiting import eventually
 
 CHAT: dict[str, Any] = {
     "model": MODEL,

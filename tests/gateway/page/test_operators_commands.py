@@ -19,7 +19,7 @@ from kvasir_gateway.page.operating.jobs import Jobs
 
 from inference_svc.model import kvasir_tiny
 from tests.cli.local_hub import local_hub
-from tests.cli.running import eventually
+from tests.running.waiting import eventually
 
 
 def _begun(others: Collection[psutil.Process] = ()) -> set[psutil.Process]:

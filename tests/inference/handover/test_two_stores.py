@@ -24,12 +24,13 @@ from kvasir.inference.v1 import inference_pb2
 from inference_svc.model import kvasir_tiny
 from tests.cachestore.moving.two_stores import Mac, macs
 from tests.cachestore.service.running import make_credentials
-from tests.cli.running import Cli, Ended, eventually, in_process
+from tests.cli.running import Cli, Ended, in_process
 from tests.inference.handover.cases import ON, STORY
 from tests.inference.handover.test_taking import PROMPT, opened, opening_for, refusal, stand
 from tests.inference.handover.two_engines import hear
 from tests.made_models.sampling import first_and_in_turn
 from tests.running.system_fixtures import ENGINE_SERVICE, Service
+from tests.running.waiting import eventually
 
 Macs = tuple[tuple[Mac, Service], tuple[Mac, Service]]
 # By the name that a peer has in the first engine's configuration: why it gives no turn.
@@ -504,10 +505,7 @@ def test_a_turn_waits_for_its_store_that_is_away_when_it_is_given(
             assert [event async for event in b.resume(resume_token)][-1].HasField("finished")
 
     asyncio.run(asyncio.wait_for(work(), 60))
-    give_up = time.monotonic() + 60
-    while turns_of(studio, agent) != ["handed over by laptop"]:
-        assert time.monotonic() < give_up
-        time.sleep(0.05)
+    eventually(lambda: turns_of(studio, agent) == ["handed over by laptop"], 60)
 
 
 def turns_of(mac: Mac, agent: str) -> list[str]:

@@ -18,6 +18,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.running.programs import run
 from tests.running.system_fixtures import House
+from tests.running.waiting import eventually
 
 GREEDY = {"max_tokens": 8}
 SECRET = "The word of the day is heliotrope, and nobody else may know it. " * 12
@@ -131,10 +132,7 @@ def test_a_namespace_whose_token_comes_later_is_taken_up_with_a_reload(guarded: 
         write_private_text(house.root / "engines" / "engine@late.token", tokens["late-engine"])
         before = house.engine.log.count("reload.done")
         os.kill(house.engine.pid, signal.SIGHUP)
-        give_up = time.monotonic() + 60
-        while house.engine.log.count("reload.done") == before:
-            assert time.monotonic() < give_up
-            time.sleep(0.02)
+        eventually(lambda: house.engine.log.count("reload.done") != before, 60)
         then = client.reply(agent_id="a", append_messages=message, sampling=GREEDY)
         assert then.started.source == pb.CACHE_SOURCE_HOT, "what it remembered in between is not lost"
         assert then.finished.snapshot.state == pb.SNAPSHOT_STATE_COMMITTED

@@ -32,6 +32,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache, save_prompt_
 from inference_svc.model import kvasir_tiny
 from tests.cachestore.service.running import RunningStore, StoreHome, store_home
 from tests.running.programs import ONE_THREAD
+from tests.running.waiting import eventually
 
 _TINY = (str(kvasir_tiny.path()), None, None)
 _PROMPT = list(range(20, 320))
@@ -69,10 +70,7 @@ def _fits(kv_bits: int | None = None) -> Fitting:
 
 
 def _wait_until_stored(client: StoreClient) -> None:
-    give_up = time.monotonic() + _WITHIN_S
-    while not client.list_agents().agents:
-        assert time.monotonic() < give_up
-        time.sleep(0.05)
+    eventually(lambda: client.list_agents().agents, _WITHIN_S)
 
 
 def _computed(tokens: list[int]) -> list[Any]:
@@ -152,10 +150,7 @@ def test_of_many_stored_caches_the_newest_alone_are_read_and_few_of_the_others_g
         assert len(set(read)) == 2
         for first, left in ((30, 4), (31, 2)):
             caches.insert_cache(_TINY, [first, *_PROMPT[:20]], _computed([first, *_PROMPT[:20]]))
-            give_up = time.monotonic() + _WITHIN_S
-            while len(client.list_agents().agents) != left:
-                assert time.monotonic() < give_up
-                time.sleep(0.01)
+            eventually(lambda left=left: len(client.list_agents().agents) == left, _WITHIN_S)  # type: ignore[misc]
 
 
 @pytest.mark.long(3)

@@ -19,8 +19,8 @@ from kvasir.clients import StoreClient, Tls
 from kvasir.errors import InvalidArgument, Unavailable
 
 from tests.cachestore.service.running import StoreHome, make_credentials, publish
-from tests.cli.running import eventually
 from tests.made_models.synthetic import SMALL, SyntheticAgent
+from tests.running.waiting import eventually
 
 
 def certificate(directory: Path, name: str, host: str = "127.0.0.1") -> tuple[Path, Path]:

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 from kvasir.errors import Cancelled, DataLoss
@@ -14,6 +13,7 @@ from inference_svc.kv import kv_load
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.inference.engine.restoring.test_loading import used_pages
 from tests.inference.kv.attention.device.coming_files import play
+from tests.running.waiting import eventually
 
 LENGTH = 1_700  # seven files
 FILES = 7
@@ -58,13 +58,6 @@ def waiting_for_files(driver: Driver) -> bool:
     return any(turn.arrival is not None and turn.arrival.lacks_files for turn in turns)
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < give_up
-        time.sleep(0.002)
-
-
 @pytest.mark.batch_as_alone
 @pytest.mark.parametrize("groups", [(1,) * FILES, (3, 4), (6, 1), (FILES,)])
 def test_files_that_come_a_few_at_a_time_become_the_memory_that_never_left(
@@ -77,7 +70,7 @@ def test_files_that_come_a_few_at_a_time_become_the_memory_that_never_left(
     returning = driver.submit(prompt, plan, back)
     coming = iter(files.blobs)
     for count in groups:
-        until(lambda: waiting_for_files(driver))
+        eventually(lambda: waiting_for_files(driver))
         for _ in range(count):
             incoming.add(next(coming))
     incoming.end()
@@ -133,7 +126,7 @@ def test_files_that_reach_the_device_late_let_the_turn_go_on_by_themselves(
         incoming.end()
 
     returning = driver.submit(prompt, plan, back)
-    until(lambda: waiting_for_files(driver))
+    eventually(lambda: waiting_for_files(driver))
     if is_beside_a_stream:
         driver.submit(tokens_of(60, 30), listener=stream.at(Tokens, 2, come), max_tokens=4).end()
     else:
@@ -171,7 +164,7 @@ def _check_cut(driver: Driver, memory: tuple[AgentKey, Restored], came: int) -> 
     returning = driver.submit(prompt, plan, back)
     for blob in files.blobs[:came]:
         incoming.add(blob)
-    until(lambda: waiting_for_files(driver))
+    eventually(lambda: waiting_for_files(driver))
     incoming.end()
     ended = returning.end()
     assert (ended.cached_tokens, ended.state) == (keep, expected.state)
@@ -186,7 +179,7 @@ def test_a_turn_without_its_files_keeps_nobody_from_computing_and_the_thread_sle
     plan, incoming = arriving(files)
     incoming.add(files.blobs[0])
     returning = driver.submit((*files.token_ids, *SUFFIX), plan, max_tokens=2)
-    until(lambda: waiting_for_files(driver))
+    eventually(lambda: waiting_for_files(driver))
     other = driver.submit(tokens_of(700, 5), max_tokens=2)
     other.end()
     assert other.count(Prefilled) >= 1
@@ -211,7 +204,7 @@ def test_a_wrong_file_is_named_though_others_were_placed_and_leaves_no_page(
     returning = driver.submit((*files.token_ids, *SUFFIX), plan, max_tokens=2)
     for blob in files.blobs[:place]:
         incoming.add(blob)
-        until(lambda: waiting_for_files(driver))
+        eventually(lambda: waiting_for_files(driver))
     incoming.add(files.blobs[(place + 1) % FILES])
     with pytest.raises(DataLoss) as error:
         returning.end()
@@ -231,7 +224,7 @@ def test_a_cancel_while_files_are_awaited_gives_every_page_back(
     returning = driver.submit((*files.token_ids, *SUFFIX), plan, max_tokens=2)
     for blob in files.blobs[:came]:
         incoming.add(blob)
-    until(lambda: waiting_for_files(driver))
+    eventually(lambda: waiting_for_files(driver))
     returning.handle.result(60).cancel()
     with pytest.raises(Cancelled):
         returning.end()
@@ -248,7 +241,7 @@ def test_a_file_is_forgotten_once_the_engine_has_taken_it(driver: Driver, memory
     returning = driver.submit((*files.token_ids, *SUFFIX), plan, max_tokens=2)
     for blob in files.blobs[:5]:
         incoming.add(blob)
-    until(lambda: waiting_for_files(driver))
+    eventually(lambda: waiting_for_files(driver))
     assert incoming._files == [None] * 5
     threading.Thread(target=lambda: [incoming.add(blob) for blob in files.blobs[5:]]).start()
     assert returning.end().cached_tokens == LENGTH

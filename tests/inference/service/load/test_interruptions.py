@@ -13,6 +13,7 @@ from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.running.system_fixtures import House, running_house
+from tests.running.waiting import eventually
 
 GREEDY = {"max_tokens": 16}
 LONG = {"max_tokens": 1500, "stop_token_ids": []}
@@ -77,10 +78,7 @@ def test_a_cut_turn_is_remembered_as_far_as_it_came_when_that_was_asked(
         heard.add(next(events))
     events.close()
     with house.store_client() as store:
-        give_up = time.monotonic() + 60
-        while store.get_agent(agent).lines[0].version < 2:
-            assert time.monotonic() < give_up
-            time.sleep(0.02)
+        eventually(lambda: store.get_agent(agent).lines[0].version >= 2, 60)
     following = client.reply(agent_id=agent, append_messages=user("Go on."), sampling=GREEDY)
     assert following.started.parent_version == 2
     assert following.started.match == pb.PREFIX_MATCH_EXTEND or not following.started.miss

@@ -13,6 +13,7 @@ from kvasir.inference.v1 import inference_pb2_grpc
 from kvasir.status import from_rpc_error
 
 from tests.running.system_fixtures import House, running_house
+from tests.running.waiting import eventually
 
 OPTIONS = ("--memory-gib", "0.0005", "--max-turns", "3", "--context-tokens", "1500")
 
@@ -134,10 +135,7 @@ def test_a_reader_that_stops_when_its_turn_is_over_is_given_up(model: Path, tmp_
         )
         next(call)
         with house.client() as client:
-            give_up = time.monotonic() + 60
-            while not client.get_stats().namespaces[0].turn_ends:
-                assert time.monotonic() < give_up
-                time.sleep(0.1)
+            eventually(lambda: client.get_stats().namespaces[0].turn_ends, 60)
         time.sleep(2)
         with pytest.raises(grpc.RpcError) as caught:
             list(call)

@@ -6,7 +6,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -22,6 +22,7 @@ from kvasir.inference.v1 import inference_pb2_grpc
 
 from tests.inference.engine.tiny_models import LLAMA, write_model
 from tests.running.system_fixtures import House, running_house
+from tests.running.waiting import eventually
 
 GREEDY = {"max_tokens": 6}
 TOLD = [{"role": "user", "content": "The word of the day is heliotrope, and it grows by the south wall. " * 10}]
@@ -324,7 +325,7 @@ def test_a_model_that_nobody_uses_is_unloaded_and_the_next_turns_load_it_once(mo
         def is_asleep() -> bool:
             return client.list_models()[0].state == pb.MODEL_STATE_ASLEEP
 
-        wait_for(is_asleep)
+        eventually(is_asleep)
         with ThreadPoolExecutor(2) as both:
             replies = list(
                 both.map(
@@ -335,18 +336,11 @@ def test_a_model_that_nobody_uses_is_unloaded_and_the_next_turns_load_it_once(mo
         assert replies[0].started.source == pb.CACHE_SOURCE_WARM
         assert replies[0].started.parent_version == 1
         assert client.get_stats().engine.model_loads == 2, "both waited for one load"
-        wait_for(is_asleep)
+        eventually(is_asleep)
         client.unload_model()
         with pytest.raises(errors.FailedPrecondition) as refused:
             client.reply(prompt="Hello.", sampling=GREEDY)
         assert refused.value.reason == "MODEL_NOT_LOADED", "who unloads it by hand wants it to stay so"
-
-
-def wait_for(claim: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + 30
-    while not claim():
-        assert time.monotonic() < give_up
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("house", ["60"], indirect=True)

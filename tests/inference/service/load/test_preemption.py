@@ -12,6 +12,7 @@ from kvasir.clients import Reply
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.running.system_fixtures import House, running_house
+from tests.running.waiting import eventually
 
 # Some 1,700 tokens of KV: a background turn fits, a person's fits, both do not.
 OPTIONS = ("--memory-gib", "0.000685")
@@ -90,10 +91,7 @@ def misses(house: House) -> dict[str, int]:
 
 
 def until_preempted(house: House, before: int) -> None:
-    give_up = time.monotonic() + 30
-    while preemptions(house) == before:
-        assert time.monotonic() < give_up
-        time.sleep(0.005)
+    eventually(lambda: preemptions(house) != before)
 
 
 def versions(house: House, agent: str) -> list[int]:
@@ -179,7 +177,6 @@ def test_who_goes_away_while_its_turn_is_preempted_leaves_the_agent_as_it_was(ho
         again = turn.start().end()
         assert again.started.parent_version == 1
         assert again.started.cached_tokens > 0
-        give_up = time.monotonic() + 60
-        while client.get_stats().engine.publishing_bytes or client.get_stats().engine.restoring_bytes:
-            assert time.monotonic() < give_up
-            time.sleep(0.01)
+        eventually(
+            lambda: not (client.get_stats().engine.publishing_bytes or client.get_stats().engine.restoring_bytes), 60
+        )

@@ -1,7 +1,7 @@
 """A memory is stored whatever its size: slowly if the store is slow, again if it failed, and as each turn left it."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from tests.inference.engine.tiny_models import LLAMA, write_model
 from tests.inference.service.stores.slow_link import SlowLink
 from tests.running.system_fixtures import House, running_house
+from tests.running.waiting import eventually
 
 # With 16 bits a value a block has 8.4 MB, a piece two of them, and a memory of LONG 25 MB.
 WIDE = {
@@ -73,13 +74,6 @@ def turn(house: House, agent: str, text: str) -> Reply:
         return client.reply(agent_id=agent, append_messages=[{"role": "user", "content": text}], sampling=GREEDY)
 
 
-def until(is_so: Callable[[], bool], within_s: float = 30.0) -> None:
-    give_up = time.monotonic() + within_s
-    while not is_so():
-        assert time.monotonic() < give_up
-        time.sleep(0.05)
-
-
 def version(house: House, agent: str) -> int:
     with house.store_client() as store:
         lines = [line for each in store.list_agents(name_prefix=agent).agents for line in each.lines]
@@ -121,8 +115,8 @@ def test_a_memory_far_larger_than_what_may_wait_is_stored_by_a_slow_store(house:
     assert began.owed_memories == 1
     assert began.owed_bytes > 5e6
     house.link.bulk_bytes_per_s = 20e6
-    until(lambda: version(house, "large") == 1)
-    until(lambda: not counted(house).owed_memories)
+    eventually(lambda: version(house, "large") == 1)
+    eventually(lambda: not counted(house).owed_memories)
     assert counted(house).made_good == {"pending": 1}
     assert counted(house).publications == {"pending": 1, "committed": 1}
     assert stored(house, "large", 1) == stored(plain, "large", 1)
@@ -142,7 +136,7 @@ def test_a_turn_that_begins_while_its_memory_is_still_copied_leaves_both_as_they
     assert second.finished.snapshot.state == pb.SNAPSHOT_STATE_PENDING
     assert version(house, "both") == 0
     house.link.bulk_bytes_per_s = 20e6
-    until(lambda: version(house, "both") == 2)
+    eventually(lambda: version(house, "both") == 2)
     for number in (1, 2):
         assert stored(house, "both", number) == stored(plain, "both", number)
     # What the first one had sent was not sent again.
@@ -165,7 +159,7 @@ def test_a_store_that_goes_in_the_middle_of_a_large_memory_gets_all_of_it(how: s
         time.sleep(5)  # longer than a store may take nothing: the publication fails
         house.store.thaw()
     house.link.bulk_bytes_per_s = None
-    until(lambda: version(house, agent) == 1)
+    eventually(lambda: version(house, agent) == 1)
     assert stored(house, agent, 1) == stored(plain, agent, 1)
     assert sum(counted(house).made_good.values()) == 1
     check_restored(house, plain, agent, agent)
@@ -184,8 +178,8 @@ def test_a_memory_that_failed_is_stored_once_the_store_has_room(model: Path, tmp
         house.store.kill()
         house.store.options = house.store.options[:-2]
         house.store.start()
-        until(lambda: version(house, "quota") == 1)
-        until(lambda: not counted(house).owed_memories)
+        eventually(lambda: version(house, "quota") == 1)
+        eventually(lambda: not counted(house).owed_memories)
         assert counted(house).publications == {"failed": 1, "committed": 1}
         assert counted(house).made_good == {"failed": 1}
         assert "snapshot.made_good" in house.engine.log
@@ -204,7 +198,7 @@ def test_a_memory_is_stored_before_another_takes_its_room(wide: Path, tmp_path: 
         turn(house, "first", "first" + LONG)
         house.link.bulk_bytes_per_s = 12e6
         turn(house, "second", "second" + LONG)  # waits for the room of the first one
-        until(lambda: version(house, "second") == 1)
+        eventually(lambda: version(house, "second") == 1)
         for agent in ("first", "second"):
             assert stored(house, agent, 1) == stored(plain, agent, 1)
         check_restored(house, plain, "first", "first")

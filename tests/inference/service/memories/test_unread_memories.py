@@ -12,6 +12,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from inference_svc.memory.store.answers import LEASE_TTL_S
 from tests.made_models.sampling import first_and_in_turn
 from tests.running.system_fixtures import House, running_house
+from tests.running.waiting import eventually
 
 GREEDY = {"max_tokens": 6}
 TITLE = [{"role": "user", "content": "Write a title for this chat."}]
@@ -55,10 +56,7 @@ def versions(store: StoreClient, agent: str) -> list[int]:
 def nothing_owed(house: House) -> None:
     """Wait until what was on its way to the store is stored, or is refused."""
     with house.client() as client:
-        give_up = time.monotonic() + 30
-        while any(each.owed_memories for each in client.get_stats().namespaces):
-            assert time.monotonic() < give_up
-            time.sleep(0.05)
+        eventually(lambda: not any(each.owed_memories for each in client.get_stats().namespaces))
 
 
 @pytest.mark.parametrize("failure", first_and_in_turn(["dead", "hung"], seconds=2))

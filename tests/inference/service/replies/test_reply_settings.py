@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ from kvasir.clients import InferenceClient, Reply
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.running.system_fixtures import House, running_house
+from tests.running.waiting import eventually
 
 END = 2  # the models' end token
 HOT: dict[str, Any] = {"temperature": 1.0, "max_tokens": 24}
@@ -153,10 +153,7 @@ def test_a_cancel_ends_all_choices(own_house: House) -> None:
             speaking.update([event.delta.choice] if (event := next(events)).HasField("delta") else [])
         used_bytes = client.get_stats().engine.kv_memory_used_bytes
         events.close()
-        give_up = time.monotonic() + 60
-        while client.get_stats().engine.kv_memory_used_bytes:  # no choice would come to its end as soon
-            assert time.monotonic() < give_up
-            time.sleep(0.02)
+        eventually(lambda: not client.get_stats().engine.kv_memory_used_bytes, 60)
         assert used_bytes > 0
 
 

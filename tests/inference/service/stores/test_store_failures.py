@@ -1,7 +1,6 @@
 """A store that is dead, hung, slow, full or wrong is a miss: the tokens are the same."""
 
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +14,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from tests.cli.running import in_process
 from tests.inference.service.stores.slow_link import SlowLink
 from tests.running.system_fixtures import House, running_house
+from tests.running.waiting import eventually
 
 AS_SHIPPED = ("--store-budget-ms", "250", "--commit-wait-s", "2")
 GREEDY = {"max_tokens": 8}
@@ -97,10 +97,7 @@ def test_a_store_that_hangs_while_a_turn_runs_delays_its_last_message_by_the_com
     assert len(reply.token_ids) == reply.finished.usage.completion_tokens
     assert reply.finished.snapshot.state == pb.SNAPSHOT_STATE_PENDING
     with strict.store_client() as store:
-        give_up = time.monotonic() + 20
-        while [agent.agent_id for agent in store.list_agents(name_prefix="hangs").agents] != ["hangs"]:
-            assert time.monotonic() < give_up
-            time.sleep(0.05)
+        eventually(lambda: [agent.agent_id for agent in store.list_agents(name_prefix="hangs").agents] == ["hangs"], 20)
     strict.repair()
 
 
@@ -114,10 +111,7 @@ def test_an_agent_goes_on_from_hot_memory_without_its_store_and_is_stored_when_i
     assert [reply.token_ids for reply in replies] == [reply.token_ids for reply in expected]
     house.store.start()
     with house.store_client() as store:
-        give_up = time.monotonic() + 60
-        while store.get_agent("left alone").lines[0].version < 3:
-            assert time.monotonic() < give_up
-            time.sleep(0.05)
+        eventually(lambda: store.get_agent("left alone").lines[0].version >= 3, 60)
 
 
 @pytest.mark.long(5)
