@@ -90,6 +90,7 @@ class Listener:
         silent_s = PATIENCE_S  # at once: earlier reports are not heard
         while not self._ending.is_set():
             if silent_s >= PATIENCE_S:
+                self._session.execute("SELECT 1")  # of a server that stands still nothing is ever heard
                 self._wake("")
                 silent_s = 0.0
             for namespace in self._session.heard(RETRY_S):

@@ -1,16 +1,19 @@
 """A server of PostgreSQL that stands still, as a paused machine: callers hear of it soon, and nothing is done twice."""
 
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from queue import Queue
 
+import psycopg
 import pytest
 from kvasir.errors import Unavailable
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.index.catalog import HOUSE, Catalog, open_postgres
-from cachestore_svc.index.postgres import pipeline, postgres_catalog, session
+from cachestore_svc.index.postgres import pipeline, postgres_catalog, replicas, session
 from tests.cachestore.index.test_postgres import add_one, count_of
 from tests.running.postgres import PostgresServer, postgres  # noqa: F401
 
@@ -72,6 +75,34 @@ def test_writes_behind_a_commit_that_hangs_are_unavailable_and_it_takes_effect_o
             assert not hangs.done()
         assert hangs.result(_SOON_S) == 2
     assert catalog.read(HOUSE, count_of) == 2
+
+
+def test_a_listener_leaves_a_server_that_stands_still(
+    postgres: PostgresServer,  # noqa: F811
+    catalog: Catalog,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replicas, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(replicas, "RETRY_S", 0.1)
+    heard, ending, url = Queue[str](), threading.Event(), catalog._url  # type: ignore[attr-defined]
+    listener = replicas.Listener(url, lambda namespace: heard.put(namespace), ending)
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(listener.run)
+        try:
+            assert heard.get(timeout=_SOON_S) == ""
+            first = listener._session._connection
+            assert first is not None
+            with postgres.standing_still():
+                give_up = time.monotonic() + _SOON_S
+                while not first.closed:
+                    assert time.monotonic() < give_up
+                    time.sleep(0.05)
+            with psycopg.connect(url, autocommit=True) as other:
+                other.execute(f"NOTIFY {replicas.CHANNEL}, 'news'")
+                while heard.get(timeout=_SOON_S) != "news":
+                    other.execute(f"NOTIFY {replicas.CHANNEL}, 'news'")
+        finally:
+            ending.set()
 
 
 def test_a_long_statement_of_a_server_that_is_well_is_waited_for(catalog: Catalog, disk: StopsAtCommit) -> None:
