@@ -77,7 +77,7 @@ async def _served_by(engine: Engine, name: str, shared: ModelsParts, begin_phase
     admission.serves_with(engine.memory_budget_bytes)
     begin_phase("kernels")
     prompting = Prompting(engine.tokenizer, engine.token_text, shared.now_ms)
-    await asyncio.gather(asyncio.to_thread(warm_up, engine), warm_up_text(prompting))
+    await asyncio.gather(asyncio.to_thread(warm_up, engine, clock), warm_up_text(prompting))
 
     copies = Copies(engine, admission.publishing)
     # A laptop that wakes must not believe in a lease that ended elsewhere while it slept, nor give a publication up.

@@ -10,7 +10,7 @@ from itertools import product
 
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import KvasirError
-from kvasir.waits import LOOK_S, RETRY_S, WORK_S
+from kvasir.waits import LOOK_S, PATIENCE_S, RETRY_S, WORK_S
 
 from inference_svc.engine import api
 from inference_svc.engine.engine import Engine
@@ -54,12 +54,18 @@ class _OwnTurn:
     cancel: Callable[[], None] = lambda: None
 
 
-def warm_up(engine: Engine) -> None:
+def warm_up(engine: Engine, clock: Callable[[], float]) -> None:
     """Blocks until it is done. A turn that fails is no reason not to serve: the same one of a caller reports why. A CPU
     has little to do: it compiles little, and one pass of a large model would cost seconds to save milliseconds.
+
+    Kept kernels take 1 to 2 s. Where a machine compiles them, a first crowd would wait for its own: they come now, too.
     """
     if engine.device != "cpu":
+        began_s = clock()
         _run_each_kernel(engine)
+        if clock() - began_s > PATIENCE_S and _rounds_rows(engine):
+            wait([engine.keep_graph(*graph) for graph in _crowds_graphs(engine)], WORK_S)
+            _wait(*_run_all(engine, _crowd(engine)))
     elif engine.model.weights_bytes <= _QUICK_BYTES:
         _wait(*_run_all(engine, [_FEWEST]))
 
@@ -71,19 +77,18 @@ async def warm_up_while_idle(engine: Engine, is_idle: Callable[[], bool], clock:
     """
     if engine.device == "cpu":
         return
-    cell, context = _cell(engine), engine.model.context_tokens
+    cell = _cell(engine)
     for tokens in KEPT_TOKENS:
         await _run_while_idle(engine, [(min(tokens, cell), 1)], is_idle, clock)
     short = product(KEPT_TOKENS, _depths(engine), [1])
-    for tokens, depth, rows in (*short, *_crowds_graphs(engine)):
+    for tokens, depth, rows in (*_crowds_graphs(engine), *short):
         while not is_idle():
             await _until_quiet(is_idle)
         # It fails where memories have every page, or as the engine ends.
         await asyncio.gather(asyncio.wrap_future(engine.keep_graph(tokens, depth, rows)), return_exceptions=True)
     took_s = await _run_while_idle(engine, [(cell, 1)], is_idle, clock)
-    replies = [min(_CROWD_REPLY + 2 * place, context - cell) for place in range(_CROWD)]
     count = int(1 / max(took_s, LOOK_S))
-    await _run_while_idle(engine, [(cell, reply) for reply in replies[:count]], is_idle, clock)
+    await _run_while_idle(engine, _crowd(engine)[:count], is_idle, clock)
 
 
 async def _run_while_idle(
@@ -160,11 +165,15 @@ def _crowds_graphs(engine: Engine) -> Iterable[tuple[int, int, int]]:
     """Tokens, depth and rows. A pass of the most rows takes a Mac seconds, which a caller would wait for."""
     if not _rounds_rows(engine):
         return ()
-    steps, packed = (
-        product([0], _depths(engine), _CROWDS_ROWS),
-        product([ROW_TOKENS], _depths(engine)[:2], _PACKED_ROWS),
-    )
-    return (*steps, *packed)
+    packed = product([ROW_TOKENS], _depths(engine)[:2], _PACKED_ROWS)
+    return (*packed, *product([0], _depths(engine), _CROWDS_ROWS))
+
+
+def _crowd(engine: Engine) -> list[tuple[int, int]]:
+    """Tokens of prompts, and of their replies, which end one after the other."""
+    cell = _cell(engine)
+    longest = engine.model.context_tokens - cell
+    return [(cell, min(_CROWD_REPLY + 2 * place, longest)) for place in range(_CROWD)]
 
 
 def _rounds_rows(engine: Engine) -> bool:

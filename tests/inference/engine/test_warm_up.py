@@ -49,7 +49,7 @@ def test_a_warm_engine_has_computed_and_holds_nothing(
         counted_tokens = engine.computed_tokens
         engine.device = device  # how much is worth its time is the device's matter, that nothing is left is everyone's
         passes.clear()
-        warm_up(engine)
+        warm_up(engine, lambda: 0.0)
         assert len(passes) >= 2, "a prompt and a decoded token"
         assert engine.computed_tokens == counted_tokens > 0
         assert engine.memories.sizes() == {}
@@ -79,7 +79,7 @@ def test_a_memory_is_copied_for_the_store_and_comes_back(tmp_path: Path, monkeyp
     try:
         engine.device = "any other"
         monkeypatch.setattr(Engine, "submit", seen)
-        warm_up(engine)
+        warm_up(engine, lambda: 0.0)
     finally:
         engine.close()
     assert {"Cold": ended.count("Cold"), "Hot": 1, "Restored": 1} == Counter(ended), "none of them failed"
@@ -100,7 +100,7 @@ def test_a_device_keeps_graphs_for_each_width_of_the_context(
         engine._model = replace(engine.model, context_tokens=8192)
         monkeypatch.setattr(warming, "_run_all", lambda *_: [])
         engine.device = device
-        warm_up(engine)
+        warm_up(engine, lambda: 0.0)
         crowds = {(0, depth, rows) for depth in (0, 2049) for rows in (2, 4, 8) if device == "cuda"}
         assert {*kept} == {(tokens, depth, 1) for tokens in (0, 48) for depth in (0, 2049, 4097)} | crowds
         kept.clear()
@@ -111,6 +111,29 @@ def test_a_device_keeps_graphs_for_each_width_of_the_context(
         assert {*kept} == {(tokens, depth, 1) for tokens in KEPT_TOKENS for depth in (0, 2049, 4097)} | crowds
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "kernels_s", "has_crowd"), [("cuda", 30, True), ("cuda", 2, False), ("metal", 30, False)]
+)
+def test_a_start_that_compiles_makes_what_a_first_crowd_needs_too(
+    device: str, kernels_s: int, has_crowd: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crowd that came at once waited for its kernels on a machine that had none: for 37 s with 4-bit weights."""
+    kept: list[tuple[int, int, int]] = []
+    run: list[int] = []
+    engine = Engine.open(write_family(tmp_path, ALL["llama3.1"]), cache_dir=tmp_path, memory_budget_bytes=BUDGET)
+    monkeypatch.setattr(EngineWorker, "keep_graph", lambda _, *given: kept.append(given))
+    monkeypatch.setattr(warming, "_run_all", lambda _, turns: run.append(len(turns)) or [])
+    times = iter([0.0, float(kernels_s)])
+    try:
+        engine.device = device
+        warm_up(engine, lambda: next(times))
+    finally:
+        engine.close()
+    assert ((64, 0, 24) in kept) == has_crowd
+    assert ((0, 0, 64) in kept) == has_crowd
+    assert (8 in run) == has_crowd
 
 
 def test_a_graph_that_finds_no_page_is_no_news(
@@ -126,7 +149,7 @@ def test_a_graph_that_finds_no_page_is_no_news(
     engine = Engine.open(write_family(tmp_path, ALL["llama3.1"]), cache_dir=tmp_path, memory_budget_bytes=BUDGET)
     try:
         engine.device = "any other"
-        warm_up(engine)
+        warm_up(engine, lambda: 0.0)
         asyncio.run(warm_up_while_idle(engine, lambda: True, lambda: 0.0))
         gc.collect()
     finally:
@@ -223,7 +246,7 @@ def test_a_cpu_runs_no_turn_of_a_large_model(tmp_path: Path, monkeypatch: pytest
     try:
         engine._model = replace(engine.model, weights_bytes=1 << 30)
         monkeypatch.setattr(Engine, "submit", lambda *_: pytest.fail("seconds of every start"))
-        warm_up(engine)
+        warm_up(engine, lambda: 0.0)
     finally:
         engine.close()
 
@@ -234,7 +257,7 @@ def test_an_engine_without_room_for_the_turn_serves_all_the_same(device: str, tm
     engine = Engine.open(directory, cache_dir=tmp_path, memory_budget_bytes=1, context_tokens=2)
     try:
         engine.device = device
-        warm_up(engine)
+        warm_up(engine, lambda: 0.0)
         assert engine.computed_tokens == 0
     finally:
         engine.close()
