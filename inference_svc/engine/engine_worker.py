@@ -114,7 +114,7 @@ class EngineWorker:
         # Where a cell takes as long as many steps, nothing that is decoded waits for one to be read.
         is_before_cell, count = not self._runner.is_on_gpu and self._scheduler.has_prompts, len(self._turns)
         if has_settled := self._decoder.is_ahead and (is_before_cell or self._decoder.must_settle):
-            self._tell_decoded()
+            self._report_decoded()
         has_ended = self._finish_generated()  # turns whose memory is whole and that generate nothing
         decoding = self._scheduler.begin_step(self._clock())
         self._may_decode = self._masks.begin_step(decoding, self._turns)
@@ -246,16 +246,16 @@ class EngineWorker:
             self._take_in(decoded)
         return decoded
 
-    def _tell_decoded(self) -> None:
-        """Tell the tokens of the step that was not read: what was enqueued behind it would keep them waiting."""
-        for each in self._settle():  # and not what the cell's own turn will tell with it
+    def _report_decoded(self) -> None:
+        """Report the tokens of the step that was not read: what was enqueued behind it would keep them waiting."""
+        for each in self._settle():  # the cell's own turn reports with the cell
             self._emit(each.sequence)
 
     def _decode_behind_cell(self) -> None:
-        """While the device computes a cell, tell what was decoded before it, and enqueue the next step behind it."""
+        """While the device computes a cell, report what was decoded before it, and enqueue the next step behind it."""
         self._is_behind_cell = True
         try:
-            self._tell_decoded()
+            self._report_decoded()
             going_on = [each for each in self._may_decode if each.status is Status.DECODING and not each.is_cancelled]
             if isinstance(self._decoder, Decoder) and self._decoder.looks_ahead:
                 with self._losing(going_on):
@@ -294,7 +294,7 @@ class EngineWorker:
                 self._prefiller.compute(grant.cells, self._decode_behind_cell if is_awaited else None)
             else:
                 with self._guarding(grant.turn):
-                    grant.turn.arrival.advance(grant.size, self._tell_decoded)
+                    grant.turn.arrival.advance(grant.size, self._report_decoded)
             self._do_idle_work()
             self._emit_all()
             grants += 1
