@@ -19,9 +19,8 @@ def import_transformers_without_torch() -> None:
 class _WithoutTorch(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         with hidden("torch"):
-            vars(module)["__version__"] = metadata.version(
-                "transformers"
-            )  # its utilities want it, and we import them first
+            # Its utilities want it, and we import them first.
+            vars(module)["__version__"] = metadata.version("transformers")
             _look_through_models_when_needed(Path(self.path).parent / "models")
             super().exec_module(module)
 

@@ -328,9 +328,7 @@ async def _close_all(stores: Mapping[str, RemoteCache]) -> None:
 def _peers(settings: EngineSettings, parts: Parts, pairings: PairingsFile) -> Peers:
     """Clients of other engines. On a Unix socket the owner needs no token."""
     clients: dict[str, dict[str, AioTurnPeer]] = {}
-    peers = parts.closing(
-        Peers(clients, settings.peer_store, pairings)
-    )  # before the first is there: a later one may fail
+    peers = parts.closing(Peers(clients, settings.peer_store, pairings))  # first: a later client may fail
     for name, address in settings.peer.items():
         tokens: dict[str, str | None] = {**_peer_tokens(settings, name)}
         if address.startswith("unix:"):

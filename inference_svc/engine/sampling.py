@@ -226,9 +226,7 @@ class _PlannedDraw:
         if not self.logprobs:
             return None
         value: Any
-        value, *likeliest = (
-            array.tolist() for array in self.logprobs
-        )  # none, where only the token's own was asked for
+        value, *likeliest = (array.tolist() for array in self.logprobs)  # `likeliest` is empty unless requested
         pairs = sorted(zip(*likeliest, strict=True), key=lambda pair: (-pair[1], pair[0]))
         return TokenLogprobs(value, tuple(pairs))
 

@@ -205,9 +205,7 @@ class Sequence:
     def began(self, cached: int, shareable: int, *, is_shared: bool = False) -> None:
         """KV of the first `cached` tokens is there. `is_shared`: another turn or memory of the namespace gave it."""
         self.cells.begin(cached, shareable)
-        if isinstance(
-            self.plan.reuse, api.Restored
-        ):  # the files are KV now: do not hold them for the turn's whole life
+        if isinstance(self.plan.reuse, api.Restored):  # the files are KV now: do not hold them to the turn's end
             emptied = replace(self.plan.reuse, blobs=(), state=None, windows=(), incoming=None)
             self.plan = replace(self.plan, reuse=emptied)
         self._full_reported = self.cells.full_blocks

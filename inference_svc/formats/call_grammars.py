@@ -72,10 +72,8 @@ class Tags:
 _WORD = re.compile(r"\w+", re.ASCII)
 _ANYTHING = ("string", "number", "boolean", "null")
 # No NUL, which the parser takes for a place of its own, and in the flat format no brace, which ends the call.
-_GEMMA_TEXT, _FLAT_TEXT = (
-    Text('<|"|>', barred=(r"(?s:.*)\x00(?s:.*)",)),
-    Text("<escape>", barred=(r"(?s:.*)\}(?s:.*)",)),
-)
+_GEMMA_TEXT = Text('<|"|>', barred=(r"(?s:.*)\x00(?s:.*)",))
+_FLAT_TEXT = Text("<escape>", barred=(r"(?s:.*)\}(?s:.*)",))
 
 
 def gemma_call(name: str, schema: Schema, writing: Writing) -> str:

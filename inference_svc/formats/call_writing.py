@@ -13,11 +13,9 @@ from inference_svc.formats.call_schemas import Schema, narrowed, without
 
 # A space, or a line's end with indentation. Without a bound a model could write white space until max_tokens.
 WHITE_SPACE = r"\x20|\n\x20{0,16}"
-NAME, KEY, _IDENTIFIER = (
-    re.compile(r"[\w.-]+", re.ASCII),
-    re.compile(r"[\w.$-]+", re.ASCII),
-    re.compile(r"[A-Za-z_]\w*", re.ASCII),
-)
+NAME = re.compile(r"[\w.-]+", re.ASCII)
+KEY = re.compile(r"[\w.$-]+", re.ASCII)
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _NOTES = {"title", "description", "$schema", "$id", "$comment", "default", "examples", "$defs", "definitions", "strict"}
 _OF_OBJECTS = _NOTES | {"type", "properties", "required", "additionalProperties"}
 _OF_TEXTS = _NOTES | {"type", "enum", "const", "minLength", "maxLength"}

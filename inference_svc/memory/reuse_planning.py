@@ -238,9 +238,7 @@ class ReusePlanner:
         has_states = self._engine.model.has_states
         if has_states:
             candidate, miss = _at_rewind_point(candidate, recollection.memory, avoid.last_rewind_point)
-        if (
-            candidate.files.windows and candidate.source is not Source.HOT
-        ):  # the engine knows how far a hot one can go back
+        if candidate.files.windows and candidate.source is not Source.HOT:  # the engine knows a hot one's rewind points
             lengths = _lengths(candidate, has_states) if avoid.has_windows else []
             candidate, no_windows = _with_stored_windows(candidate, lengths)
             miss = miss or no_windows

@@ -244,11 +244,8 @@ class TurnReporter:
                 counters.times.restore.add(times.restore_s + event.restore_s)
             turn.begin(TurnPhase.RUNNING)
         tokens = turn.tokens
-        tokens.prompt, tokens.cached, tokens.computed = (
-            len(prepared.tokens.ids),
-            event.cached_tokens,
-            event.cached_tokens,
-        )
+        tokens.prompt = len(prepared.tokens.ids)
+        tokens.cached = tokens.computed = event.cached_tokens
         self._planned.restoring.close()
         self._learn_restore(event)
         counters.sources[source] += 1

@@ -92,12 +92,8 @@ class MemoryFiles:
 
     def note(self, stored: StoredFiles) -> None:
         files = self._stored
-        files.blocks[:], files.tail, files.windows, files.states = (
-            stored.blocks,
-            stored.tail,
-            stored.windows,
-            stored.states,
-        )
+        files.blocks[:], files.tail = stored.blocks, stored.tail
+        files.windows, files.states = stored.windows, stored.states
 
     async def restart(self, asked: Pinning) -> None:
         """The store has lost files: send all of them. Raises as `pinned`."""

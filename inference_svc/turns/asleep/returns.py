@@ -53,9 +53,8 @@ class Rhythm:
 
     last_s: float
     request_id: str = ""  # of the last turn that left a memory
-    returns: list[tuple[float, float]] = field(
-        default_factory=list
-    )  # when, and after how many seconds: the newest last
+    # When, and after how many seconds: the newest last.
+    returns: list[tuple[float, float]] = field(default_factory=list)
     _by_day: tuple[Span, ...] = ()
     _by_gap: tuple[Span, ...] = ()
     share: float = 1.0  # of the time that the agent is expected without coming: the less, the better it is known

@@ -33,9 +33,7 @@ def probed(model: str | Path, cache_dir: Path | None, tokens: int, cell_tokens: 
             before = restart_peak()
             turn = lab.start(prompt, 1, key=lab.agents.new_key())
             turn.end()
-            engine.memories.drop(lab.agents.new_key()).result(
-                MEASURED_WITHIN_S
-            )  # by then the last step's arrays are freed
+            engine.memories.drop(lab.agents.new_key()).result(MEASURED_WITHIN_S)  # frees the last step's arrays, too
             cells = -(-tokens // cell_tokens)
             if len(turn.cell_times) != cells:
                 raise RuntimeError(f"cells: expected {cells}, the engine took {len(turn.cell_times)}")

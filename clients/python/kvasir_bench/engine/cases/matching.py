@@ -34,10 +34,8 @@ class _Chat:
         suffix = self._prompting.tokenize(text[match.kept_chars :])
         tokens = (*memory.token_ids[: match.kept_tokens], *suffix.ids)
         common = common_prefix_length(memory.token_ids, whole.ids)
-        by_tokens_s, by_characters_s = (
-            self._first_token_s(whole.ids, common),
-            self._first_token_s(tokens, match.kept_tokens),
-        )
+        by_tokens_s = self._first_token_s(whole.ids, common)
+        by_characters_s = self._first_token_s(tokens, match.kept_tokens)
         reuse = Hot(match.kept_tokens) if match.kept_tokens else Cold()
         ends = self._lab.engine.end_token_ids
         ended = self._lab.start(tokens, _REPLY_TOKENS, reuse, self._key, stop_token_ids=ends).end()

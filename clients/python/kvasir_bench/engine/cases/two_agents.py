@@ -79,10 +79,8 @@ def _staggered_round(lab: Lab, prompt_tokens: int) -> dict[str, float]:
     alone, waited = lab.start(first, reply_tokens).ended(), lab.start(second, 1).ended()
     running, joined = lab.start_together(first, second, reply_tokens)
     waited_s = alone.token_times[-1] - alone.token_times[third - 1] + waited.first_token_s
-    gap_s, budget_s = (
-        max(gaps(running.token_times, joined.submitted_s, joined.token_times[0])),
-        lab.engine.longest_gap_s,
-    )
+    gap_s = max(gaps(running.token_times, joined.submitted_s, joined.token_times[0]))
+    budget_s = lab.engine.longest_gap_s
     cell_s = max(later - earlier for earlier, later in pairwise((waited.submitted_s, *waited.cell_times)))
     step_s = median(gaps(running.token_times, joined.token_times[0], running.token_times[-1]))
     return {
