@@ -6,6 +6,7 @@ import (
 	"errors"
 	"io"
 	"iter"
+	"time"
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/protobuf/proto"
@@ -16,6 +17,9 @@ import (
 
 // More than a service sends: what an answer names is made room for.
 const maxChoices = 128
+
+// An engine that is well tells its name by then.
+const soon = 2 * time.Second
 
 // Turn is a request to continue a text. What is zero is not sent, and takes the default of the .proto.
 type Turn struct {
@@ -221,7 +225,8 @@ func (c *Client) holder(ctx context.Context, refusal *Error) *Client {
 
 // ownName is the name under which the engine holds agents; empty if it does not answer.
 func (c *Client) ownName(ctx context.Context) string {
-	ctx, cancel := context.WithTimeout(ctx, c.timeout) // a turn's own deadline may be far
+	// A turn's own deadline may be far, and one that hangs, as a Mac that sleeps, must not keep it from the others.
+	ctx, cancel := context.WithTimeout(ctx, min(c.timeout, soon))
 	defer cancel()
 	answer, err := c.engine.GetCapabilities(ctx, &inferencev1.GetCapabilitiesRequest{})
 	if err != nil {

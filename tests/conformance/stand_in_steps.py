@@ -84,6 +84,9 @@ def a_turn_goes_to_the_engine_that_holds_its_agent(program: Testee, world: World
         with pytest.raises(Refused):
             program.call("reply", timeout_s=1, **turn)
         assert time.monotonic() - began < 5, "the turn's deadline holds for the search, too"
+        began = time.monotonic()
+        assert program.call("reply", timeout_s=20, **turn)["text"] == "by holder"
+        assert time.monotonic() - began < 5, "an engine that hangs does not keep the turn from those behind it"
         other.awake.set()
 
 

@@ -4,6 +4,7 @@ use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
 use std::pin::Pin;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use tokio::time::{Sleep, sleep_until};
 use tokio_stream::Stream;
@@ -19,6 +20,8 @@ use pb::generate_response::Event;
 
 // More than a service sends: what an answer names is made room for.
 const MAX_CHOICES: usize = 128;
+// An engine that is well tells its name by then.
+const SOON: Duration = Duration::from_secs(2);
 
 /// A request to continue a text. What is not said takes the default of the contract.
 #[derive(Clone, Debug, Default)]
@@ -212,8 +215,9 @@ impl Client {
             return Some(known);
         }
         for each in self.others.iter() {
-            let asked =
-                read!(each.round_trip().sooner(deadline), each.engine(), get_capabilities, pb::GetCapabilitiesRequest {}).await;
+            // One that hangs, as a Mac that sleeps, must not keep the turn from those behind it.
+            let soon = each.round_trip().sooner(Deadline::within(Some(SOON))).sooner(deadline);
+            let asked = read!(soon, each.engine(), get_capabilities, pb::GetCapabilitiesRequest {}).await;
             if let Ok(answer) = asked {
                 each.lease_owner.lock().expect("no panic").clone_from(&answer.lease_owner);
                 if answer.lease_owner == *owner {

@@ -37,6 +37,8 @@ export interface PullOptions extends CallOptions {
 
 // A message of an archive; gRPC's usual limit is 4 MiB.
 const PIECE_BYTES = 1 << 20;
+// An engine that is well tells its name by then.
+const SOON_MS = 2_000;
 
 /** A client; many calls may be under way at once. close() it. */
 export class Client {
@@ -133,7 +135,8 @@ export class Client {
     for (const each of this.engines) {
       try {
         const { timeoutMs: leftMs = Infinity, signal } = left();
-        const soon = { timeoutMs: Math.min(each.#connection.timeoutMs, leftMs), signal };
+        // One that hangs, as a Mac that sleeps, must not keep the turn from those behind it.
+        const soon = { timeoutMs: Math.min(each.#connection.timeoutMs, SOON_MS, leftMs), signal };
         const answer = await each.#connection.call(soon, (given) => each.engine.getCapabilities({}, given));
         each.#leaseOwner = answer.leaseOwner;
       } catch {

@@ -1,5 +1,6 @@
 """The inference service's asynchronous client. A turn's request id lets a caller retry: nothing is done twice."""
 
+import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -20,6 +21,7 @@ from kvasir.errors import KvasirError, NotFound, Unavailable
 from kvasir.inference.v1 import handover_pb2_grpc, inference_pb2_grpc
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1.handover_pb2 import HandOverTurnRequest, HandOverTurnResponse
+from kvasir.waits import SOON_S
 
 
 class AioInferenceClient(AioAgentClient):
@@ -136,7 +138,8 @@ class AioInferenceClient(AioAgentClient):
         for engine in self.engines:
             with suppress(KvasirError):
                 left_s = _left_s(ends_s)
-                soon_s = engine._timeout_s if left_s is None else min(engine._timeout_s, left_s)
+                # One that hangs, as a Mac that sleeps, must not keep the turn from those behind it.
+                soon_s = min(engine._timeout_s, SOON_S, math.inf if left_s is None else left_s)
                 engine._lease_owner = (await engine.get_capabilities(timeout_s=soon_s)).lease_owner
             if engine._lease_owner == owner:
                 return engine
