@@ -106,8 +106,8 @@ class LineCopies:
             page_token = page.next_page_token
             if not page_token:
                 raise AlreadyExists(
-                    f"{ours.agent_id!r} has version {ours.version} here, out of which none that peer {order.peer} has "
-                    "grew: pull under another name",
+                    f"agent {ours.agent_id!r} exists here at version {ours.version}, and peer {order.peer}'s did not "
+                    "grow from it: pull that under another name, or remove the one here first",
                     reason="NOT_AN_ANCESTOR",
                     metadata={"head_version": str(ours.version)},
                 )

@@ -21,6 +21,8 @@ from kvasir.cli.main import app
 from kvasir.cli.rows import counted
 from kvasir.cli.running.home import Home
 from kvasir.cli.showing import help_words
+from kvasir.cli.showing.tables import table
+from kvasir.cli.showing.terminal import PlainConsole
 from kvasir.cli.talking import chat
 from kvasir.errors import DataLoss, FailedPrecondition, KvasirError, ResourceExhausted, Unauthenticated, Unavailable
 from typer.core import TyperArgument, TyperOption
@@ -170,6 +172,13 @@ REFUSED: dict[str, tuple[tuple[str, ...], int, str]] = {
     "a user that is none": (("--home", "~kvasir-nobody/x", "status"), 2, "--home: ~kvasir-nobody/x: there is no such"),
     "a home of no name": (("--home", "", "status"), 2, "expected a directory, got ''. See `kvasir --help`"),
     "a command that is none": (("agent", "ls"), 2, "Did you mean 'agents'? See `kvasir --help`."),
+    "a command of a group": (("move", "ada"), 2, "'move'. Did you mean 'agents move'? See `kvasir --help`."),
+    "a command of several groups": (("rm",), 2, "Did you mean 'models rm', 'agents rm', 'peers rm', 'tokens rm'?"),
+    "a home that is a file": (
+        ("--home", __file__, "up", "-d"),
+        4,
+        f"--home: {__file__} cannot be made: a file is there",
+    ),
     "a version that is none": (("agents", "rollback", "ada", str(1 << 63)), 2, "is larger than"),
     "a label that is none": (("agents", "label", "ada", "red"), 2, "label: expected KEY=VALUE, got 'red'"),
     "an agent without a name": (("chat", "", "--once", "hello"), 2, "AGENT: the name is empty"),
@@ -343,3 +352,24 @@ def test_one_of_a_thing_is_in_the_singular() -> None:
     }
     assert len(texts) > 60
     assert [(file.name, found[0]) for file, text in texts.items() for found in _COUNTED.finditer(text)] == []
+
+
+@pytest.mark.parametrize(("columns", "lines"), [({}, 2), ({"COLUMNS": "40"}, 4)])
+def test_a_pipe_gets_each_row_on_one_line_unless_columns_are_given(
+    columns: dict[str, str], lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    for name, value in columns.items():
+        monkeypatch.setenv(name, value)
+    piped = io.StringIO()
+    PlainConsole(file=piped).print(table(("agent",), [["conversation/" + "0" * 100]]))
+    assert len(piped.getvalue().splitlines()) == lines
+    assert all(len(line) < 200 for line in piped.getvalue().splitlines()), "no row is filled up to the edge"
+
+
+def test_a_file_where_a_folder_is_wanted_is_named_as_such(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(FileExistsError) as caught:
+        file.mkdir()
+    assert failures.refusal_of(caught.value).message.startswith(f"{file}: a file is there; expected a directory")

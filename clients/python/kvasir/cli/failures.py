@@ -3,11 +3,13 @@
 import errno
 import json
 import os
+import re
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -144,6 +146,9 @@ def refusal_of(error: Exception) -> errors.KvasirError:
             )
         case FileNotFoundError(filename=str() | bytes() as name):
             return errors.NotFound(f"{os.fsdecode(name)}: {error.strerror}", reason="FILE_NOT_FOUND")
+        case FileExistsError(filename=str() | bytes() as name) if not Path(os.fsdecode(name)).is_dir():
+            text = f"{os.fsdecode(name)}: a file is there; expected a directory, or a path where nothing is"
+            return errors.FailedPrecondition(text, reason="FILE_REFUSED")
         case OSError(filename=str() | bytes() as name):
             return errors.FailedPrecondition(f"{os.fsdecode(name)}: {error.strerror}", reason="FILE_REFUSED")
         case OSError():
@@ -173,8 +178,19 @@ def _wrong_usage(error: typer.TyperException) -> WrongUsage:
         return WrongUsage(f"{option} stands before the command: kvasir {option} … {command}", field=option)
     if context.info_name == "chat" and "extra argument" in said:
         said += ": the message comes after --once"
+    said = _in_group(context, said)
     end = "" if said.endswith("?") else "."
     return WrongUsage(f"{said}{end} See `{context.command_path} --help`", field=option)
+
+
+def _in_group(context: typer.Context, said: str) -> str:
+    """What typer said, but of a command that groups have, as `ls`, with these in place of names that are alike."""
+    wanted = re.match(r"No such command '(.+?)'", said)
+    groups = getattr(context.command, "commands", {}).items()
+    found = [
+        f"'{name} {wanted[1]}'" for name, group in groups if wanted and wanted[1] in getattr(group, "commands", {})
+    ]
+    return f"{wanted[0]}. Did you mean {', '.join(found)}?" if wanted and found else said
 
 
 @contextmanager

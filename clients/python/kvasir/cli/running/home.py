@@ -126,7 +126,8 @@ class Home:
             try:
                 directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             except OSError as error:
-                text = f"{directory} cannot be made: {error.strerror}"
+                why = "a file is there" if isinstance(error, FileExistsError) else error.strerror
+                text = f"{directory} cannot be made: {why}"
                 raise FailedPrecondition.of("--home", text, reason="HOME_REFUSED") from None
             check_own_directory(directory)
             if directory.stat().st_mode & 0o077:

@@ -14,6 +14,8 @@ from rich.text import Text
 # C0 and C1 but for newline and tab; and Unicode's marks that turn the direction of writing.
 _HARMFUL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
+_WIDE = 10_000  # columns
+
 
 def visible(text: str) -> str:
     """The text with `\\x1b` where it has the control character ESC, and so on. Newlines and tabs stay."""
@@ -58,6 +60,9 @@ class PlainConsole(Console):
 
     def __init__(self, **where: Any) -> None:
         super().__init__(highlight=False, soft_wrap=True, markup=False, emoji=False, **where)
+        if not self.is_terminal and "width" not in where:
+            # Rich would take 80, and a pipe's reader wants each row on one line.
+            self.width = shutil.get_terminal_size((_WIDE, 0)).columns
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """A cell that is wider than its column goes on in the next line. Tables cut it, and names are copied."""
