@@ -7,7 +7,8 @@ import shlex
 import stat
 import tempfile
 import tomllib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -176,25 +177,32 @@ def write_private_text(path: Path, text: str) -> None:
     """Create a file of its owner's alone, its directory too if that is new. It gets its name with all of its text: a
     kill leaves no key of half its digits. On return it survives a loss of power. Raises FileExistsError."""
     named_in = _make_directory(path)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:64]}.", suffix=".new")
-    new = Path(name)
-    try:
-        _write(descriptor, text)
+    with _written_beside(path, text) as new:
         _give_name(new, path)
-    finally:
-        new.unlink(missing_ok=True)
     for directory in named_in:
         sync_directory(directory)
 
 
 def replace_private_text(path: Path, text: str) -> None:
-    """As write_private_text, in the place of what is there: a reader sees the one or the other."""
-    named_in, new = _make_directory(path), path.with_name(path.name + ".new")
-    new.unlink(missing_ok=True)
-    _write(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600), text)
-    new.replace(path)
+    """As write_private_text, in the place of what is there: a reader sees the one or the other, of several writers the
+    last one's."""
+    named_in = _make_directory(path)
+    with _written_beside(path, text) as new:
+        new.replace(path)
     for directory in named_in:
         sync_directory(directory)
+
+
+@contextmanager
+def _written_beside(path: Path, text: str) -> Iterator[Path]:
+    """A new file of the text, of its owner's alone, that is gone at the block's end unless it got another name."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:64]}.", suffix=".new")
+    new = Path(name)
+    try:
+        _write(descriptor, text)
+        yield new
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def _make_directory(path: Path) -> list[Path]:

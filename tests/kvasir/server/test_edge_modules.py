@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvasir import credentials
 from kvasir.address import AddressError, parse_address
 from kvasir.credentials import (
     CredentialFileError,
@@ -20,6 +21,7 @@ from kvasir.credentials import (
     hash_token,
     read_credentials,
     read_token,
+    replace_private_text,
     write_credentials,
     write_private_text,
 )
@@ -204,6 +206,31 @@ def test_a_kill_while_a_private_file_is_made_leaves_no_half_of_it(tmp_path: Path
     assert not path.exists()
     write_private_text(path, "secret")
     assert (path.read_text(), stat.S_IMODE(path.stat().st_mode), path.stat().st_nlink) == ("secret", 0o600, 1)
+
+
+def test_two_who_replace_a_private_file_at_once_both_end_and_a_full_disk_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "open.html"
+    real, second = credentials.sync, [lambda: replace_private_text(path, "second")]
+
+    def meanwhile(descriptor: int) -> None:
+        if second:
+            second.pop()()
+        real(descriptor)
+
+    monkeypatch.setattr(credentials, "sync", meanwhile)
+    replace_private_text(path, "first")
+    assert path.read_text() == "first", "that of the last to end"
+
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(credentials, "sync", full)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        replace_private_text(path, "third")
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("open.html", "first")]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_a_private_file_replaces_nothing_also_where_there_are_no_links(
