@@ -188,6 +188,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], int, str]] = {
     "a time before all": (("audit", "--since", "0001-01-01"), 2, "--since: expected 30m"),
     "results that are none": (("bench", "engine", "--results", __file__), 2, "expected what one run of `kvasir bench"),
     "results of several runs": (("bench", "engine", "--results", SEVERAL), 2, "expected what one run of `kvasir bench"),
+    "mlx-lm's model that is none": (("bench", "load", "--mlx-lm", "nope"), 2, "--mlx-lm: expected a directory, a repo"),
     "pictures nowhere": (("bench", "quality", "--quick", "--plots", "/proc/kv-nowhere"), 5, "/proc/kv-nowhere: "),
     "a demo of two models": (("demo", "--agent", "--model", "x"), 2, "--agent has a model of its own"),
     "a demo nowhere": (("demo", "--out", "/proc/kv-nowhere"), 5, "/proc/kv-nowhere: "),

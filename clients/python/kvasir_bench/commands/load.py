@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from kvasir.cli.caller import Caller
 from kvasir.cli.failures import PROBLEMS
+from kvasir.cli.running.checks import check_model
 from kvasir.cli.showing.arguments import option
 from kvasir.clients import AioInferenceClient
 from kvasir.credentials import read_token
@@ -123,8 +124,8 @@ class ServerOptions:
         """Raises InvalidArgument, FailedPrecondition."""
         if (self.http is None) != (self.model is None) or (self.http is None and self.api_key_file is not None):
             raise InvalidArgument("--http and --model belong together, and --api-key-file to them", field="http")
-        if self.mlx_lm and Path(self.mlx_lm).is_dir() and not Path(self.mlx_lm, "config.json").is_file():
-            raise InvalidArgument.of("--mlx-lm", f"{self.mlx_lm} has no config.json")
+        if self.mlx_lm:  # its turns come after the engine's, minutes later
+            check_model(self.mlx_lm, "--mlx-lm")
         if (self.http or self.mlx_lm) and find_spec("httpx2") is None:
             raise FailedPrecondition("--http and --mlx-lm need an HTTP library: install kvasir[bench]")
 

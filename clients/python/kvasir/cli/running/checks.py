@@ -73,7 +73,7 @@ def check_installed(*services: str, gateway: bool = False, neighbour: bool = Fal
 
 def check_models(given: Sequence[str]) -> list[GivenModel]:
     """The models, as NAME=PATH or PATH. Raises WrongUsage for one that cannot be, and for two of one name."""
-    models = [_model(item) for item in given]
+    models = [check_model(item) for item in given]
     names = [model.name for model in models]
     if twice := next((name for name in names if names.count(name) > 1), ""):
         raise WrongUsage.of("--model", f"two models are named {twice!r}; give them other names: NAME=PATH")
@@ -94,13 +94,14 @@ def check_embeddings(given: str, models: Sequence[GivenModel]) -> list[GivenMode
     """The model that only makes embeddings, if one is given. Raises WrongUsage for one that cannot be."""
     if not given:
         return []
-    beside = _model(given, "--embeddings")
+    beside = check_model(given, "--embeddings")
     if beside.name in ([model.name for model in models] or [SHIPPED_MODELS[0]]):
         raise WrongUsage.of("--embeddings", f"a model is named {beside.name!r}; give NAME=PATH")
     return [beside]
 
 
-def _model(item: str, option: str = "--model") -> GivenModel:
+def check_model(item: str, option: str = "--model") -> GivenModel:
+    """One model, as NAME=PATH or PATH. Raises WrongUsage for one that cannot be."""
     name, equals, path = item.partition("=")
     if not (equals and _MODEL_NAME.fullmatch(name)):
         name, path = "", item
