@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 
 from kvasir.options.engine import EngineTable
@@ -55,9 +54,7 @@ class FirstModel:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._next.put(None)
 
     def leave(self, code: int) -> int:

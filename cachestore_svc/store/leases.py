@@ -74,7 +74,8 @@ class Leases:
         def work(change: CatalogChange) -> records.Lease:
             check_writable(agent_id, change.ownership_of(agent_id))
             change.renew_lease(line, self._core.leases, token, ttl_ms)
-            return self._lease(change, line, token, ttl_ms)
+            newest = change.newest_of(records.LineQuery(agent_id))
+            return records.Lease(token, self._core.now_unix_ms() + ttl_ms, newest)
 
         return self._core.write(namespace, work)
 
@@ -156,12 +157,6 @@ class Leases:
 
         if noted != []:
             self._core.write(namespace, report, frees_space=True)
-
-    def _lease(
-        self, change: CatalogChange, line: records.LineKey, token: records.LeaseToken, ttl_ms: int
-    ) -> records.Lease:
-        newest = change.newest_of(records.LineQuery(line.agent_id))
-        return records.Lease(token, self._core.now_unix_ms() + ttl_ms, newest)
 
     def _line(self, namespace: str, agent_id: str, kv_identity_hash: str) -> records.LineKey:
         self._core.check_open(namespace)

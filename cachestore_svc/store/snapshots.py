@@ -94,11 +94,7 @@ class Snapshots:
 
     def _listed(self, namespace: str, blobs: Sequence[Digest]) -> Collection[Digest]:
         """Those of the blobs that are listed, with all that are being listed now: reads overtake writes."""
-
-        def find(change: CatalogChange) -> Collection[Digest]:
-            return change.find_blobs(blobs)
-
-        return self._core.write(namespace, find)
+        return self._core.write(namespace, lambda change: change.find_blobs(blobs))
 
     def _asked(
         self,

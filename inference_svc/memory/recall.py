@@ -256,6 +256,11 @@ def _went_back(known: Version, newest: Head) -> Miss:
     return Miss(MissReason.HEAD_WENT_BACK, detail, went_back=(known.number, newest.version))
 
 
+def unreadable(agent_id: str, why: str) -> Unavailable:
+    problem, metadata = f"the agent's memory cannot be read now ({why})", {"agent_id": agent_id}
+    return Unavailable(problem, reason="MEMORY_UNREADABLE", metadata=metadata, retry_after_s=1.0)
+
+
 def unknown_token(memory: AgentMemory, vocabulary_size: int) -> str:
     """Why the memory's token ids are invalid, or empty. An imported manifest may name any number as a token."""
     largest = memory.transcript.token_ids.largest

@@ -4,7 +4,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from inference_svc.engine.api import AgentKey
 from inference_svc.engine.engine import Engine
+from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.publishing.copies import Copies
 from inference_svc.memory.recall import Recall
 from inference_svc.memory.reuse_planning import ReusePlanner
@@ -58,6 +60,13 @@ class EngineParts:
         """The place in the store's history now, for a turn that extends a line."""
         store = self.stores.get(request.namespace) if request.extends else None
         return store.events.cursor if store is not None else None
+
+    def tag(self, key: AgentKey, memory: AgentMemory) -> None:
+        """Attach an agent's memory to its hot KV."""
+        if (line := self.recall.line(key)) is not None:
+            line.publications.tag(memory)
+        else:
+            self.engine.memories.tag(key, memory)
 
     def budget(self) -> Budget:
         return Budget(self.limits.store_budget_s, self.limits.store_min_bytes_per_s, self.clock)

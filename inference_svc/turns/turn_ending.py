@@ -174,7 +174,7 @@ class TurnEnding:
                 cursor, generation = ran.planned.recalled.event_cursor, self._generation(turn.request.key)
                 standing = replace(standing, event_cursor=cursor, generation=generation)
                 memory = replace(memory, publication=Publication(standing))
-            self._tag(turn.request.key, replace(memory, settings=recollection.settings))
+            self._parts.tag(turn.request.key, replace(memory, settings=recollection.settings))
         restore_s, prefill_s = turn.times.restore_s + ran.ended.timings.restore_s, ran.ended.timings.prefill_s
         turn.emit(Warmed(len(state.token_ids), ran.ended.cached_tokens, turn.parent_version, restore_s, prefill_s))
 
@@ -206,7 +206,7 @@ class TurnEnding:
             tools_order=prompted.tools_order if prompted.dialogue is not None else None,
             settings=planned.recollection.settings,
         )
-        self._tag(request.key, memory)
+        self._parts.tag(request.key, memory)
         return memory
 
     def _runs(self, ran: Ran) -> Runs | None:
@@ -227,12 +227,6 @@ class TurnEnding:
             base_version=asked.base_version or 0,
             handed_over_by=planned.handed_over_by,
         )
-
-    def _tag(self, key: AgentKey, memory: AgentMemory) -> None:
-        if (line := self._parts.recall.line(key)) is not None:
-            line.publications.tag(memory)
-        else:
-            self._parts.engine.memories.tag(key, memory)
 
     def _generation(self, key: AgentKey) -> int:
         line = self._parts.recall.line(key)

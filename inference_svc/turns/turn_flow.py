@@ -22,7 +22,7 @@ from kvasir.server.locks import Locks
 
 from inference_svc.engine.api import AgentKey, ContextExceeded
 from inference_svc.memory.outcomes import Source
-from inference_svc.memory.recall import Recollection
+from inference_svc.memory.recall import Recollection, unreadable
 from inference_svc.memory.store.answers import EventCursor
 from inference_svc.memory.store.patience import Budget
 from inference_svc.text.prefix_matching import Outcome
@@ -204,7 +204,8 @@ class TurnFlow:
             has_store = request.namespace in self._parts.stores
             if memory is not None and has_store and not memory.publication.standing.is_safe:
                 why = "the agent's memory is not stored yet, and the prompt would take its place"
-                raise _not_warmed(request, "MEMORY_NOT_STORED", why)
+                about = {"agent_id": request.agent_id}
+                raise errors.Unavailable(why, reason="MEMORY_NOT_STORED", metadata=about, retry_after_s=1.0)
             made = await prompted(self._parts.prompting, recalled_by(request, recollection, cursor))
         elif memory is None or not memory.transcript.token_ids:
             turn.emit(TurnStarted(0, 0, Source.COLD, Outcome.NONE, turn.parent_version, recollection.miss))
@@ -228,7 +229,7 @@ def _check_readable(request: TurnRequest, found: Recollection) -> None:
             problem = f"the agent's memory cannot be read ({why}); roll back, or send all its messages"
             metadata = {"agent_id": request.agent_id}
             raise errors.FailedPrecondition(problem, reason="MEMORY_DAMAGED", metadata=metadata)
-        raise _not_warmed(request, "MEMORY_UNREADABLE", f"the agent's memory cannot be read now ({why})")
+        raise unreadable(request.agent_id, why)
 
 
 def _end_early(turn: Progress, error: BaseException) -> None:
@@ -239,7 +240,3 @@ def _end_early(turn: Progress, error: BaseException) -> None:
         turn.end()
     else:
         turn.end(turn.error or error)
-
-
-def _not_warmed(request: TurnRequest, reason: str, why: str) -> errors.Unavailable:
-    return errors.Unavailable(why, reason=reason, metadata={"agent_id": request.agent_id}, retry_after_s=1.0)

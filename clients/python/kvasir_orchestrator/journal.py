@@ -5,7 +5,6 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from kvasir.errors import DataLoss, FailedPrecondition, InvalidArgument
@@ -138,9 +137,7 @@ class Journal:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _lock(self, descriptor: int) -> None:

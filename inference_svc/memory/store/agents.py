@@ -9,7 +9,6 @@ from kvasir.formats.digest import Digest
 
 from inference_svc.memory.store import answers
 from inference_svc.memory.store.connection import StoreConnection
-from inference_svc.memory.store.leases import token
 from inference_svc.memory.store.patience import Budget
 
 _PAGE = 1000
@@ -75,11 +74,12 @@ class StoredAgents:
         `awaited` are on their way, as the manifest may be. Raises Conflict when the head is not its parent, or when the
         lease is fenced.
         """
+        owner, generation = lease
         making = self._connection.client.commit(
             agent_id,
             manifest,
             expected_version,
-            lease=token(*lease),
+            lease=cachestore_pb2.LeaseToken(owner=owner, generation=generation),
             lineage=lineage,
             awaited=awaited,
             timeout_s=timeout_s,

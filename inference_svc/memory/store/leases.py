@@ -43,11 +43,5 @@ class StoredLeases:
     async def release(
         self, agent_id: str, kv_identity_hash: str, owner: str, generation: int, timeout_s: float
     ) -> None:
-        await self._connection.client.release_lease(
-            agent_id, kv_identity_hash, token(owner, generation), timeout_s=timeout_s
-        )
-
-
-def token(owner: str, generation: int) -> cachestore_pb2.LeaseToken:
-    """By which a call proves that it has a lease."""
-    return cachestore_pb2.LeaseToken(owner=owner, generation=generation)
+        token = cachestore_pb2.LeaseToken(owner=owner, generation=generation)
+        await self._connection.client.release_lease(agent_id, kv_identity_hash, token, timeout_s=timeout_s)

@@ -26,7 +26,7 @@ from inference_svc.memory.lines.line import Line
 from inference_svc.memory.lines.line_states import Standing
 from inference_svc.memory.outcomes import Source
 from inference_svc.memory.publishing.copies import await_copy, files_of
-from inference_svc.memory.recall import Recollection
+from inference_svc.memory.recall import Recollection, unreadable
 from inference_svc.memory.replaying import ReplayStep, replay_steps
 from inference_svc.memory.store.answers import EventCursor, Head, StoreMiss
 from inference_svc.memory.store.blobs import digests_of
@@ -79,7 +79,7 @@ class Sleeper:
             if not isinstance(twin, AgentMemory) or not _is_same_version(twin, memory):
                 continue
             if await asyncio.wrap_future(memories.fork(other, key, twin)):
-                self._tag(key, replace(memory, rewind_points=twin.rewind_points))
+                self._parts.tag(key, replace(memory, rewind_points=twin.rewind_points))
                 return True
         return False
 
@@ -93,17 +93,11 @@ class Sleeper:
         except BaseException:
             self._parts.engine.memories.drop(key)  # without a tag no turn finds it, and an idle engine keeps its room
             raise
-        self._tag(key, replace(memory, rewind_points=state.rewind_points))
+        self._parts.tag(key, replace(memory, rewind_points=state.rewind_points))
         took_ms = round(1e3 * (self._parts.clock() - began_s))
         log = _LOG.info if is_same else _LOG.warning  # its rows have other roundings, as on another machine
         turn.source = Source.WOKEN
         log("memory.woken", request_id=turn.request.request_id, tokens=len(state.token_ids), ms=took_ms, same=is_same)
-
-    def _tag(self, key: AgentKey, awake: AgentMemory) -> None:
-        if (line := self._parts.recall.line(key)) is not None:
-            line.publications.tag(awake)
-        else:
-            self._parts.engine.memories.tag(key, awake)
 
     def _count(self, turn: Progress, key: AgentKey, found: Recollection, *, is_asleep: bool) -> None:
         is_hot, arrived_s = found.kv_from is Source.HOT, turn.times.arrived
@@ -244,12 +238,7 @@ class Sleeper:
         try:
             manifest = await parsed(await line.store.blobs.manifest(line.key.agent_id, head, budget))
         except StoreMiss as error:
-            raise errors.Unavailable(
-                f"the agent's memory cannot be read now ({error.miss.detail})",
-                reason="MEMORY_UNREADABLE",
-                metadata={"agent_id": line.key.agent_id},
-                retry_after_s=1.0,
-            ) from None
+            raise unreadable(line.key.agent_id, error.miss.detail) from None
         return from_manifest(manifest, head, self._parts.engine.model.tokenizer_digest)
 
     def _line(self, key: AgentKey) -> Line:

@@ -169,10 +169,8 @@ async def test_an_agent_asleep_takes_the_kv_of_its_own_version_in_its_namespace_
         done.set_result(stays)
         return done
 
-    memories = SimpleNamespace(
-        sizes=lambda: {other: 1}, tag_of=lambda _key: hot, fork=fork, tag=lambda key, _tag: tagged.append(key)
-    )
-    parts: Any = SimpleNamespace(engine=SimpleNamespace(memories=memories), recall=SimpleNamespace(line=lambda _: None))
+    memories = SimpleNamespace(sizes=lambda: {other: 1}, tag_of=lambda _key: hot, fork=fork)
+    parts: Any = SimpleNamespace(engine=SimpleNamespace(memories=memories), tag=lambda key, _memory: tagged.append(key))
     assert await Sleeper(parts)._is_shared(KEY, of_version(ASLEEP)) is (is_taken and stays)
     assert forked == [(other, KEY)] * is_taken
     assert tagged == [KEY] * (is_taken and stays)
