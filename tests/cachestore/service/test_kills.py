@@ -24,7 +24,6 @@ from tests.running.waiting import eventually
 
 WRITERS = 4
 _LONG = 4_096  # tokens: of such a line a commit looks up new blobs alone
-Acknowledged = dict[str, list[SyntheticSnapshot]]
 
 
 class Writer:

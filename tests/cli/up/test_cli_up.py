@@ -23,7 +23,6 @@ from tests.running import in_memory
 from tests.running.scraping import health, scrape
 from tests.running.waiting import eventually
 
-ROOT = Path(__file__).parents[3]
 TURN_KEYS = {
     "agent_id",
     "reply",

@@ -180,7 +180,7 @@ class Talk:
         try:
             code = process.wait(WITHIN_S)
         finally:
-            for group in _groups_below(self._home, process.pid):
+            for group in _groups_below(self._home):
                 os.killpg(group, signal.SIGKILL)
         took = time.monotonic() - began
         sent = self.exchanges[before:]
@@ -211,7 +211,7 @@ class Talk:
         return not twice
 
 
-def _groups_below(home: Path, leader: int) -> set[int]:
+def _groups_below(home: Path) -> set[int]:
     """Process groups that a client has left behind: those whose home is this one."""
     groups = set()
     for folder in Path("/proc").glob("[0-9]*"):

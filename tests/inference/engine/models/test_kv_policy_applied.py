@@ -1,6 +1,5 @@
 """A KV policy that is accepted is applied: seen in live rows and in files, not in what is reported (LESSONS 17)."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -122,10 +121,6 @@ def test_the_options_reach_the_files_of_an_engine_of_its_own(model_dir: Path, tm
     for tensors in tails:
         assert {name for name in tensors if name.startswith("layer_2")} == {"layer_2_k", "layer_2_v"}
         assert tensors["layer_0_k_weights"].shape[-1] == 8
-
-
-Encode = Callable[[RotatedCodec, mx.array], EncodedRows]
-Decode = Callable[[RotatedCodec, EncodedRows, mx.Dtype], mx.array]
 
 
 def applied(runner: ModelRunner, identity: identity_pb2.KvIdentity) -> int:

@@ -1,7 +1,5 @@
 """The kernels of both dialects on this CPU, where it has a C++ compiler."""
 
-from collections.abc import Callable
-
 import mlx.core as mx
 import pytest
 
@@ -14,8 +12,6 @@ EMULATORS: dict[Dialect, Compiler] = {Dialect.CUDA: cuda_emulator, Dialect.METAL
 
 needs_compiler = pytest.mark.skipif(not cxx(), reason="the emulation of the kernels needs a C++ compiler")
 both_dialects = pytest.mark.parametrize("dialect", EMULATORS, ids=lambda dialect: dialect.value)
-
-Attention = Callable[[Scene], mx.array]
 
 
 def attention(scene: Scene, dialect: Dialect, *, has_warpgroups: bool = False) -> mx.array:
