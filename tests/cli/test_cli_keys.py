@@ -10,6 +10,7 @@ from kvasir.cli.running.plan import plan_of
 from kvasir.cli.settings.asked import Asked
 
 from tests.cli.running import Cli
+from tests.running import in_memory
 
 
 @pytest.mark.long(2)
@@ -46,6 +47,29 @@ def test_the_store_of_a_home_is_told_which_namespaces_are_sealed(tmp_path: Path)
     assert told[told.index("--sealed-file") + 1] == str(tmp_path / "sealed-namespaces")
     assert home.sealed_options(tmp_path / "store") == home.sealed_options()
     assert home.sealed_options(tmp_path / "another") == (), "its list is its own"
+
+
+@pytest.mark.long(3)
+def test_status_names_a_sealed_namespace_whose_master_key_the_store_lacks() -> None:
+    home = in_memory.home()
+    cli, key = Cli(home), home / "elsewhere.key"
+    try:
+        for namespace in ("work", "gone"):
+            cli.done("keys", "new", namespace, "--key-file", key)
+            cli.done("tokens", "new", f"of-{namespace}", "--namespace", namespace)
+        cli.done("keys", "erase", "gone", "--yes")
+        cli.done("store", "serve", "-d")
+        told = cli("status", "--json")
+        [problem] = told.value["services"][0]["problems"]
+        assert (told.code, "'work' is sealed: it needs the master key" in problem) == (1, True)
+        assert problem.endswith("(NAMESPACE_SEALED)")
+        cli.done("down")
+        key.rename(home / "seal.key")
+        cli.done("store", "serve", "-d")
+        assert cli.done("status", "--json").value["services"][0]["problems"] == []
+    finally:
+        cli("down")
+        shutil.rmtree(home)
 
 
 def test_a_key_beside_the_data_is_said_to_open_every_backup(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,11 +26,13 @@ from kvasir.cli.running.starting import ENGINE_KILLED
 from kvasir.cli.showing.arguments import argument, option
 from kvasir.cli.showing.tables import table
 from kvasir.cli.showing.terminal import visible
+from kvasir.credentials import engine_of
 from kvasir.errors import KvasirError, NotFound
 from kvasir.waits import ANSWER_S, PAUSE_S
 
 _SERVICES = {"store": STORE_SERVICE, "engine": ENGINE_SERVICE}
 _LOGS = (*_SERVICES, "http", "up")
+_SEALED, _DESTROYED = "NAMESPACE_SEALED", "its key was destroyed"
 # As an engine's log, in either form, tells how many hot memories went with a model that it unloaded.
 _DROPPED = re.compile(r"(?=.*\bmodel\.unloaded\b).*\bdropped\"?[=:] ?(\d+)")
 
@@ -69,9 +71,26 @@ def _with_facts(caller: Caller, state: ServiceState) -> ServiceState:
     facts, found = dict[str, Any](), dict[str, str]()
     with contextlib.suppress(KvasirError, ValueError, OSError):  # it does not answer soon
         facts, found = read(caller)
+    if state.name == "store" and state.address == caller.home.endpoint("store").address:
+        with contextlib.suppress(ValueError, OSError):  # the list cannot be read
+            found |= {_SEALED: "; ".join(shut)} if (shut := list(_shut_namespaces(caller.home))) else {}
     known = " ".join(state.problems)  # of its /healthz
     new = (f"{text} ({reason})" for reason, text in found.items() if f"({reason})" not in known)
     return replace(state, facts=facts, problems=(*state.problems, *new))
+
+
+def _shut_namespaces(home: Home) -> Iterator[str]:
+    """Why the home's store opens sealed namespaces to nobody: it refuses their engine's tokens, and names the key that
+    it lacks. Of a key that was destroyed nothing can be mended."""
+    listed = home.sealed_file.read_text().split() if home.sealed_file.exists() else ()
+    for namespace in listed:
+        store = replace(home.endpoint("store"), token_file=home.tokens / f"{engine_of(namespace)}.token")
+        try:
+            with store.store_client(ANSWER_S) as client:
+                client.get_stats()
+        except (KvasirError, ValueError, OSError) as error:  # also without a token: nobody calls there
+            if getattr(error, "reason", "") == _SEALED and _DESTROYED not in str(error):
+                yield str(error)
 
 
 def _state(name: str, endpoint: Endpoint, home: Home, running: Running | None, alive: list[int]) -> ServiceState:
