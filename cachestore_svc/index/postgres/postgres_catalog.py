@@ -8,13 +8,14 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import InvalidStateError
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import psycopg
 from kvasir.errors import FailedPrecondition, KvasirError, Unavailable
-from kvasir.waits import PAUSE_S
+from kvasir.waits import PAUSE_S, RETRY_S
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.index.postgres.clock_steps import ClockSteps, now_of
@@ -62,6 +63,7 @@ class PostgresCatalog(Catalog):
         self._ending = threading.Event()
         self._groups = 0  # that this store tried to commit
         self._acknowledged = 0  # the last of them that took effect
+        self._under_way: list[Operation] = []
         self._is_down = False  # the last group waited in vain for the server: the next one does not wait
         self._session = ""
         self._backend: tuple[object, ...] = ()  # the server's process of the last writer's session
@@ -235,6 +237,7 @@ class PostgresCatalog(Catalog):
     def _write(self, connection: Session, operations: list[Operation], more: Iterable[Operation] = ()) -> None:
         """As a group; alone where the group sank for a reason that is not the server's or another transaction's."""
         failure: BaseException
+        self._under_way = operations
         tries_left = 1 if self._is_down else _TRIES
         while tries_left > 0:
             try:
@@ -243,7 +246,7 @@ class PostgresCatalog(Catalog):
                     self._lock()
                     self._look_where()
                     self._is_new_session = True
-                answers = self._commit(connection, chain(tuple(operations), more))
+                answers = self._commit(connection, chain(_unanswered(operations), more))
             except KvasirError as error:  # another try would be refused, too, or do it twice
                 failure = error
                 break
@@ -255,16 +258,17 @@ class PostgresCatalog(Catalog):
                         break
                     continue
                 if len(operations) > 1:
-                    for operation in operations:
+                    for operation in _unanswered(operations):
                         self._write(connection, [operation])
                     return
                 break
             self._is_down = False
             for answer in answers:
-                answer()
+                with contextlib.suppress(InvalidStateError):  # its caller got the refusal
+                    answer()
             return
         self._is_down = connection.is_lost
-        for operation in operations:
+        for operation in _unanswered(operations):
             operation.answer.set_exception(translated(failure))
 
     def _commit(self, connection: Session, operations: Iterable[Operation]) -> list[Callable[[], None]]:
@@ -322,8 +326,8 @@ class PostgresCatalog(Catalog):
         self._acknowledged = self._groups
 
     def _took_effect(self) -> bool:
-        """Whether the last group is durable. Waits for the database as long as the store is open: nobody of the group
-        is answered before that is known, and nothing is done twice. Raises Unavailable (CLOSED), FailedPrecondition.
+        """Whether the last group is durable. Waits for the database as long as the store is open; callers are refused
+        after a while, and what they wanted is not done again. Raises Unavailable (CLOSED), FailedPrecondition.
         """
         tries_left = _TRIES
         while not self._ending.is_set():
@@ -335,16 +339,28 @@ class PostgresCatalog(Catalog):
                 return bool(found[0][0] == self._groups)
             except psycopg.Error as error:
                 tries_left -= _taken_by(error)
-                while tries_left <= 0 and (behind := self._next(self._writes)):
-                    behind.answer.set_exception(translated(error))
+                if tries_left <= 0:
+                    self._refuse_all(translated(error))
                 self._ending.wait(PAUSE_S)
             finally:
                 self._writer.close()  # it has no lock
         raise Unavailable("the store closed before the database reported whether a commit took effect", reason="CLOSED")
 
+    def _refuse_all(self, error: BaseException) -> None:
+        """Answer those of the group in doubt, and those behind it."""
+        words = "the database does not answer: the last commit may have taken effect"
+        for operation in _unanswered(self._under_way):
+            operation.answer.set_exception(Unavailable(words, reason="INDEX_FAILED", retry_after_s=RETRY_S))
+        while behind := self._next(self._writes):
+            behind.answer.set_exception(error)
+
     def _own_row(self, session: Session) -> list[tuple[Any, ...]]:
         """This store's row of `writers`, once no other session is about to change it."""
         return session.execute(f"{_OWN_ROW} {self._epoch:d} FOR UPDATE").fetchall()
+
+
+def _unanswered(operations: Iterable[Operation]) -> list[Operation]:
+    return [each for each in operations if not each.answer.done()]
 
 
 def _taken_by(error: BaseException) -> int:

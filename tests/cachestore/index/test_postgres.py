@@ -7,8 +7,8 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.config import ConfigError, read_settings
 from cachestore_svc.facts.records import HeldLease, LeaseToken, LineKey
 from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange, CatalogView, open_postgres
+from cachestore_svc.index.postgres import postgres_catalog
 from cachestore_svc.index.postgres.replicas import LOCK
 from cachestore_svc.index.postgres.session import Session
 from tests.cachestore.any_backend.memory_blobs import MemoryBlobs
@@ -141,6 +142,37 @@ def test_a_commit_in_doubt_while_the_store_closes_is_not_done_again(postgres: Po
         assert refused.value.reason == "CLOSED"
         with catalog_on(postgres.url(database)) as catalog:
             assert catalog.read(HOUSE, count_of) == 1
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_a_commit_that_is_long_in_doubt_is_refused_and_not_done_again(
+    postgres: PostgresServer,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    arrives: bool,
+) -> None:
+    monkeypatch.setattr(postgres_catalog, "_TRIES", 2)
+    took_effect = list[int]()
+
+    def work(change: CatalogChange) -> None:
+        change.after_commit(lambda count=add_one(change): took_effect.append(count))  # type: ignore[misc]
+
+    with (
+        closing(CommitCutter(postgres.port)) as cutter,
+        catalog_on(postgres.url(postgres.new_database(), cutter.own_port)) as catalog,
+    ):
+        cutter.refusals = 4
+        cutter.cut_next(arrives=arrives)
+        both: list[Future[Any]] = []
+        both.append(catalog.write_later(HOUSE, work, lambda: both.append(catalog.write_later(HOUSE, work))))
+        for each in both:
+            with pytest.raises(Unavailable, match="may have taken effect") as refused:
+                each.result(30)
+            assert refused.value.reason == "INDEX_FAILED"
+        count = 0
+        while not count:
+            with suppress(Unavailable):  # until the server is back, which is refused four times
+                count = catalog.write(HOUSE, add_one)
+        assert (took_effect, count) == (([1, 2], 3) if arrives else ([], 1))
 
 
 _WRONG = "INSERT INTO blobs (namespace_id, hash) VALUES (0, :hash)"
