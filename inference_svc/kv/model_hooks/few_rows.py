@@ -20,8 +20,6 @@ from inference_svc.kv.attention.geometry import LANES
 from inference_svc.kv.attention.kernels import Dialect, few_rows_source
 
 MAX_ROWS = 64
-_MOST_PACKED_ROWS = 192  # of a packed matrix, MAX_ROWS a launch
-_MANY_ROWS = 128  # from so many on, other packed matrices are multiplied by values that are made for one product
 _LEAST_DEPTH = 128  # MLX 0.32's CUDA product of several rows with packed matrices of fewer inputs is wrong
 # [width, depth], or as mx.quantize has it: codes [width, depth / 8], scales and biases [width, depth / group].
 Matrix = tuple[mx.array, ...]
@@ -63,31 +61,13 @@ def few_rows(
     are added to the one product, after it was rounded. `heads`: into how many each product of x [slots, 1, depth] is
     cut, so that results are [slots, heads, 1, dim] as attention takes them.
 
-    At most three matrices, all packed in groups of one size or none. The depth is a multiple of 8, of packed ones of
-    64. A model's own shape, [slots, n, depth], is taken and given as it is: each change of shape would be one more node
-    of a step's graph. More than MAX_ROWS rows are several launches.
+    At most MAX_ROWS rows and three matrices, all packed in groups of one size or none. The depth is a multiple of 8, of
+    packed ones of 64. A model's own shape, [slots, n, depth], is taken and given as it is: each change of shape would
+    be one more node of a step's graph.
     """
-    depth, widths = x.shape[-1], [each[0].shape[0] for each in matrices][: 1 if is_gated else None]
-    shapes = _in_heads(x.shape[0], widths, heads) if heads else [(*x.shape[:-1], width) for width in widths]
-    x = x if x.ndim == 3 else x.reshape(1, -1, depth)
-    if (rows := x.size // depth) <= MAX_ROWS:
-        return _launched(x, matrices, is_gated, added, shapes)
-    x, added = x.reshape(1, rows, depth), None if added is None else added.reshape(1, rows, -1)
-    found: list[list[mx.array]] = []
-    for first in range(0, rows, MAX_ROWS):
-        part = slice(first, min(first + MAX_ROWS, rows))
-        some, sizes = None if added is None else added[:, part], [(1, part.stop - first, width) for width in widths]
-        found.append(_launched(x[:, part], matrices, is_gated, some, sizes))
-    parts = zip(*found, strict=True)
-    return [mx.concatenate([*each], axis=1).reshape(shape) for each, shape in zip(parts, shapes, strict=True)]
-
-
-def _launched(
-    x: mx.array, matrices: Sequence[Matrix], is_gated: bool, added: mx.array | None, shapes: Sequence[tuple[int, ...]]
-) -> list[mx.array]:
-    """`few_rows` of x [slots, n, depth], with results of these shapes."""
+    shape, widths, is_packed = x.shape[:-1], [each[0].shape[0] for each in matrices], len(matrices[0]) > 1
+    x = x if x.ndim == 3 else x.reshape(1, -1, x.shape[-1])
     rows, depth = x.shape[0] * x.shape[1], x.shape[2]
-    widths, is_packed = [each[0].shape[0] for each in matrices], len(matrices[0]) > 1
     groups = matrices[0][1].shape[1] if is_packed else 0
     warps = _warps(groups, sum(widths))
     tiles, height, stages = _block_shape(rows, widths, groups, warps, least=2 if is_gated else 1)
@@ -109,7 +89,7 @@ def _launched(
         ],
         grid=(_blocks(results, height / 2 if is_gated else height) * warps * LANES, 1, 1),
         threadgroup=(warps * LANES, 1, 1),
-        output_shapes=shapes,
+        output_shapes=[(*shape, width) for width in results] if not heads else _in_heads(shape[0], results, heads),
         output_dtypes=[x.dtype] * len(results),
     )
 
@@ -284,21 +264,21 @@ def _form(module: Any) -> tuple[Any, ...]:
 def _is_few(form: tuple[Any, ...], x: mx.array, height: int = 1) -> bool:
     depth, dtype, bits, group, mode = form
     is_taken = (bits == 16 and depth % 8 == 0) or (bits == 4 and mode == "affine" and depth % _CHUNK == 0)
-    rows, most = x.size // depth, MAX_ROWS if bits == 16 else _MOST_PACKED_ROWS
-    if not is_taken or rows > most or x.dtype != dtype or dtype not in _TYPES:
+    if not is_taken or (rows := x.size // depth) > MAX_ROWS or x.dtype != dtype or dtype not in _TYPES:
         return False
     groups = depth // group if group else 0  # a block has the scales of whole outputs
     warps = _warps(groups)  # of a wide matrix less
-    tiles = _usual_shape(min(rows, MAX_ROWS), groups, warps)[0]
+    tiles = _usual_shape(rows, groups, warps)[0]
     return _shared_bytes(tiles, height, _LEAST_STAGES, groups, warps) <= most_shared_bytes()
 
 
 def _by_mlx(module: Any, product: Any, x: mx.array) -> mx.array:
-    """MLX multiplies each of the first dimension's rows by itself, and reads a quantized matrix for each of them. 2,048
-    rows take 2.1 ms so, and 0.6 with values of 16 bits, making them included (14,336 times 4,096, an H100).
+    """By values of 16 bits that are made for one product, if there are more rows than the kernel takes: MLX's product
+    with codes reads them for each of the first dimension's rows, and a first one of 65 rows or more compiles for 37 s.
+    A layer of Llama 3.1 8B takes 0.69 ms by values for 65 to 192 rows, in launches of 64 rows 0.8 to 1.4 (an H200).
     """
     depth = x.shape[-1]
-    if x.size // depth >= _MANY_ROWS or depth < _LEAST_DEPTH:
+    if x.size // depth > MAX_ROWS or depth < _LEAST_DEPTH:
         how = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
         values = mx.dequantize(module.weight, module.scales, module.get("biases"), **how).astype(x.dtype)
         return x @ values.T + module.bias if "bias" in module else x @ values.T

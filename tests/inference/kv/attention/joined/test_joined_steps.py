@@ -125,8 +125,9 @@ def test_a_models_blocks_take_fewer_kernels_and_its_logits_stay(
     # A product that was computed before its sum has no reader then: MLX never launches it.
     assert (used.count("added"), used.count("gated")) == (4, 2)
     assert mx.allclose(found, right, rtol=3e-2, atol=3e-2)
-    many = mx.arange(65)[None] % 90
-    assert mx.array_equal(model(many), small(kind, bits, **changed)(many)), "more rows than the kernel takes"
+    many = mx.arange(65)[None] % 90  # more rows than the kernel takes
+    found, right = model(many), small(kind, bits, **changed)(many)
+    assert mx.array_equal(found, right) if bits == 16 else mx.allclose(found, right, rtol=3e-2, atol=3e-2)
 
 
 def test_a_projection_with_a_bias_is_added_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
