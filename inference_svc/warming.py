@@ -28,6 +28,7 @@ _SHORT_TOKENS = 16
 _MIDDLING_TOKENS = 300  # more than a block, less than a cell
 _OWN_KERNELS = (8, 32, 64)  # tokens of short passes for which kernels are compiled that no other turn here needs
 _QUESTION_TOKENS = 48  # of a pass that a restored agent's turn begins with, most likely
+_LONG_PROMPT = 32_768
 _CROWDS_ROWS = (2, 4, 8, 16, 32, 64)  # of steps that decode a crowd
 _PACKED_ROWS = range(2, 26, 2)  # of passes over its prompts
 _CROWD = 8
@@ -73,7 +74,7 @@ def warm_up(engine: Engine, clock: Callable[[], float]) -> None:
 async def warm_up_while_idle(engine: Engine, is_idle: Callable[[], bool], clock: Callable[[], float]) -> None:
     """The shapes of a first crowd, on a GPU, while no caller has a turn: graphs for numbers of rows and each length of
     a short pass, a device's own products, and what cells really cost. Gives way at once, and begins again when it is
-    idle. As many prompts as are computed within a second.
+    idle. As many prompts as are computed within a second; and a long one, where its cells' depths cost something anew.
     """
     if engine.device == "cpu":
         return
@@ -89,6 +90,11 @@ async def warm_up_while_idle(engine: Engine, is_idle: Callable[[], bool], clock:
     took_s = await _run_while_idle(engine, [(cell, 1)], is_idle, clock)
     count = int(1 / max(took_s, LOOK_S))
     await _run_while_idle(engine, _crowd(engine)[:count], is_idle, clock)
+    if _rounds_rows(
+        engine
+    ):  # CUDA's attention plans each depth of a whole cell, 40 to 80 ms the first time in a process
+        longest = engine.model.context_tokens - 1
+        await _run_while_idle(engine, [(min(_LONG_PROMPT, longest), 1)], is_idle, clock)
 
 
 async def _run_while_idle(

@@ -98,9 +98,11 @@ def test_a_device_keeps_graphs_for_each_width_of_the_context(
     monkeypatch.setattr(EngineWorker, "keep_graph", lambda _, *given: kept.append(given))
     try:
         engine._model = replace(engine.model, context_tokens=8192)
-        monkeypatch.setattr(warming, "_run_all", lambda *_: [])
+        prompts = list[int]()
+        monkeypatch.setattr(warming, "_run_all", lambda _, turns: prompts.extend(each[0] for each in turns) or [])
         engine.device = device
         warm_up(engine, lambda: 0.0)
+        assert 8191 not in prompts
         crowds = {(0, depth, rows) for depth in (0, 2049) for rows in (2, 4, 8) if device == "cuda"}
         assert {*kept} == {(tokens, depth, 1) for tokens in (0, 48) for depth in (0, 2049, 4097)} | crowds
         kept.clear()
@@ -109,6 +111,7 @@ def test_a_device_keeps_graphs_for_each_width_of_the_context(
         crowds |= {(64, depth, rows) for depth in (0, 2049) for rows in range(2, 26, 2)}
         crowds = crowds if device == "cuda" else set()
         assert {*kept} == {(tokens, depth, 1) for tokens in KEPT_TOKENS for depth in (0, 2049, 4097)} | crowds
+        assert (8191 in prompts) == (device == "cuda"), "whose attention plans each depth"
     finally:
         engine.close()
 
