@@ -1,4 +1,5 @@
-"""A signal ends a wait for keys, also one that Python notes between a prompt and the wait; and it ends an import."""
+"""How a command begins and ends in a terminal, and without one: signals at a wait for keys and in its imports, and
+standard files that are closed."""
 
 import os
 import pty
@@ -6,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,3 +88,26 @@ def test_ctrl_c_is_a_commands_own_once_it_runs_unless_its_caller_ignores_it(
     finally:
         signal.signal(signal.SIGINT, own)
     assert found == [while_it_runs]
+
+
+_SHOWING_FILES = """
+import os, sys
+from pathlib import Path
+from types import SimpleNamespace
+
+def show():
+    files = (sys.stdin, sys.stdout, sys.stderr)
+    facts = [(file.fileno(), file.isatty(), os.get_inheritable(file.fileno())) for file in files]
+    os.write(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT), repr(facts).encode())
+
+sys.modules["kvasir.cli.main"] = SimpleNamespace(main=show)
+from kvasir.__main__ import main
+main()
+"""
+
+
+def test_a_command_whose_caller_closed_its_standard_files_has_others_of_their_numbers(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    words = [sys.executable, "-c", _SHOWING_FILES, str(told)]
+    subprocess.run(["/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *words], check=True, timeout=60)
+    assert told.read_text() == repr([(number, False, True) for number in (0, 1, 2)])

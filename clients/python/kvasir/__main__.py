@@ -1,6 +1,8 @@
 """The program `kvasir`, and `python -m kvasir`: the command line."""
 
+import os
 import signal
+import sys
 
 
 def main() -> None:
@@ -8,11 +10,21 @@ def main() -> None:
     is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not of a command in the background
     if is_ours:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _open_closed_files()
     from kvasir.cli.main import main as run
 
     if is_ours:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     run()
+
+
+def _open_closed_files() -> None:
+    """Who starts a command may have closed its standard files: no socket and no database must get their numbers."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            file = open(os.devnull, mode)  # noqa: PTH123, SIM115 - it has the lowest number that is free, and stays open
+            os.set_inheritable(file.fileno(), True)
+            setattr(sys, name, file)
 
 
 if __name__ == "__main__":
