@@ -130,8 +130,11 @@ class Turns:
         newest = replace(turn, messages=tail, memory={**turn.memory, "expect_existing": True})
         return replace(self.ready(newest), if_new=replace(ready, turn=whole))
 
-    async def memory(self, ready: Ready, caller: CallerAtEngine, namespace: str, agent_id: str) -> Memory:
-        """The turn's memory. The caller must report when it has `left`."""
+    async def memory(
+        self, ready: Ready, caller: CallerAtEngine, namespace: str, agent_id: str, *, keeps_partial: bool = False
+    ) -> Memory:
+        """The turn's memory. The caller must report when it has `left`. `keeps_partial`: a conversation that goes on
+        remembers a reply whose reader leaves, as far as it came: what follows would compute its prompt again."""
         turn, chain = ready.turn, ready.chain
         is_aside = turn.memory.get("memory_mode") == pb.MEMORY_MODE_NONE or turn.sampling.get("n", 1) > 1
         if agent_id or not turn.messages or is_aside:
@@ -156,7 +159,10 @@ class Turns:
                 messages=(*turn.messages, *quoted.messages) if is_summary else (),
             )
         found = await known.agent_for(namespace, chain, turn.messages, records)
-        return Memory(found, known, namespace, chain, begun=turn.begun)
+        # A cut reply in a new agent or a fork would be a second memory of the conversation.
+        goes_on = len(chain.points) > 1 and (namespace, found) not in known.forks
+        options = {"keep_partial": True} if keeps_partial and goes_on else {}
+        return Memory(found, known, namespace, chain, options, turn.begun)
 
     def digests_of(self, messages: Iterable[Said]) -> Iterator[str]:
         return self._conversations.digests_of(messages)

@@ -302,7 +302,9 @@ class Gateway:
         has a status of its own."""
         turns = self._around.turns
         ready = await call.room.made(partial(self._ready, call, translate))
-        looking = turns.memory(ready, call.caller, call.namespace, call.agent_id)
+        # Among several namespaces a turn gives way to others', which one that keeps a cut reply does not.
+        keeps_partial = len(self._around.gate.namespaces) < 2
+        looking = turns.memory(ready, call.caller, call.namespace, call.agent_id, keeps_partial=keeps_partial)
         memory = await unless_left(call.request.receive, looking)
         call.reading.side_call = memory.side_call
         ready = ready.using(memory)

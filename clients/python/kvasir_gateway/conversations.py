@@ -105,8 +105,8 @@ class Conversations:
         self._calls_of: dict[tuple[str, str], Sequence[str]] = {}
         self._openings: dict[tuple[str, str], str] = {}  # by agent, as of its newest answer
         self._busy: set[tuple[str, str]] = set()
-        # Forks that were made for a turn that is not answered yet, with their version.
-        self._forks: dict[tuple[str, str], tuple[AgentRecords, int]] = {}
+        self.forks: dict[tuple[str, str], tuple[AgentRecords, int]] = {}
+        """Forks that were made for a turn that is not answered yet, with their version."""
         self._dropping: set[asyncio.Task[None]] = set()
         self._tidied: dict[str, datetime] = {}
         self._summaries = Summaries(key)
@@ -138,7 +138,7 @@ class Conversations:
             if found.is_newest and (namespace, found.agent_id) not in self._busy:
                 name = found.agent_id
             elif version := await _fork(found, name, records):
-                self._forks[namespace, name] = records, version
+                self.forks[namespace, name] = records, version
         self._busy.add((namespace, name))
         return name
 
@@ -212,7 +212,7 @@ class Conversations:
 
     def answered(self, namespace: str, agent_id: str, chain: Chain, reply: Said, version: int) -> None:
         """The agent remembers these messages and the reply, as this version; 0: it is not known which."""
-        self._forks.pop((namespace, agent_id), None)
+        self.forks.pop((namespace, agent_id), None)
         digest = self._next(chain.digest, reply).hex()
         place = (namespace, digest)
         self._forget(place)  # another agent may have answered the same
@@ -231,10 +231,10 @@ class Conversations:
     def left(self, namespace: str, agent_id: str) -> None:
         """The turn has ended, however it did. A fork that it did not use is deleted, and busy until then."""
         place = (namespace, agent_id)
-        if place not in self._forks:
+        if place not in self.forks:
             self._busy.discard(place)
             return
-        dropping = asyncio.create_task(self._drop(place, *self._forks.pop(place)))
+        dropping = asyncio.create_task(self._drop(place, *self.forks.pop(place)))
         self._dropping.add(dropping)
         dropping.add_done_callback(self._dropping.discard)
 

@@ -1,5 +1,6 @@
 """Memories behind HTTP: they outlive kill -9, are shared in one namespace alone; a reader who leaves ends a turn."""
 
+import json
 import shlex
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import httpx2 as httpx
 import pytest
 from kvasir import expires_after
 from kvasir.clients import Choice, Reply
-from kvasir.credentials import write_private_text
+from kvasir.credentials import write_credentials, write_private_text
 from kvasir.errors import Cancelled, NotFound
 from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
@@ -23,7 +24,7 @@ from kvasir_gateway.turn import Asked
 
 from tests.gateway.conftest import Front
 from tests.gateway.dialects.test_openai_chat import ask, cached
-from tests.gateway.serving import MODEL, GatewayProcess, running_gateway
+from tests.gateway.serving import CALLERS, MODEL, GatewayProcess, running_gateway
 
 SYSTEM = "You live in a small town and know everybody there. " + "The market was full of people this morning. " * 40
 
@@ -323,6 +324,48 @@ def test_a_reader_who_leaves_ends_the_turn(front: Front) -> None:
             client.post("/v1/completions", json=endless, timeout=1.5)
     wait_until_idle(front)
     assert cancelled_turns(front) == before + 2
+
+
+@pytest.mark.long(3)
+def test_an_interrupted_turn_is_no_reason_to_compute_its_prompt_again(front: Front) -> None:
+    """As in an agent whose user stops a reply and goes on: in its one memory, also behind a restart of the gateway."""
+    one = front.house.root / "one-namespace.toml"
+    write_credentials(one, CALLERS[:1], lambda: front.keys["ada"])
+    said: list[dict[str, Any]] = [{"role": "user", "content": "Interrupted. My name is Anna."}]
+    endless = {"model": MODEL, "max_tokens": 2000, "logit_bias": {END: -100}, "stream": True}
+
+    def asked(gateway: GatewayProcess) -> tuple[int, int, str]:
+        """Tokens of the prompt and those of them that were reused, and the agent."""
+        body = {"model": MODEL, "messages": said, "max_tokens": 4}
+        answer = httpx.post(f"{gateway.url}/v1/chat/completions", headers=front.bearer(), json=body, timeout=60)
+        said.append({"role": "assistant", "content": answer.json()["choices"][0]["message"]["content"]})
+        used = answer.json()["usage"]
+        return used["prompt_tokens"], used["prompt_tokens_details"]["cached_tokens"], answer.headers["x-agent-id"]
+
+    def interrupted(gateway: GatewayProcess) -> None:
+        said.append({"role": "user", "content": "What is in this file? " + "And what is in that line? " * 100})
+        body = {**endless, "messages": said}
+        with httpx.stream(
+            "POST", f"{gateway.url}/v1/chat/completions", headers=front.bearer(), json=body, timeout=60
+        ) as answer:
+            lines = (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {"))
+            texts = (line["choices"][0]["delta"].get("content") for line in lines)
+            text = next(filter(None, texts))
+            time.sleep(0.2)  # the model goes on: its reader has less than it remembers
+        said.extend(({"role": "assistant", "content": text}, {"role": "user", "content": "Stop. Go on."}))
+        wait_until_idle(front)
+
+    options = ("--credentials", str(one))
+    with running_gateway(front.house, *options, name="one") as gateway:
+        agents = {asked(gateway)[2]}
+        interrupted(gateway)
+        prompt, reused, agent = asked(gateway)
+        assert prompt - reused < 60 < prompt
+        interrupted(gateway)
+    with running_gateway(front.house, *options, name="one") as gateway:
+        prompt, reused, last = asked(gateway)
+    assert prompt - reused < 60 < prompt
+    assert {*agents, agent, last} == agents
 
 
 def test_a_fork_that_was_made_for_a_refused_turn_is_deleted(front: Front, openai: Any) -> None:

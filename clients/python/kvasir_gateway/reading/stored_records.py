@@ -140,8 +140,11 @@ def _kept(agent: cachestore_pb2.Agent) -> Kept:
 
 
 def _remembered(parsed: Any) -> Sequence[Said]:
-    """An agent's messages. The calls of its newest reply are in its text, as the model wrote them."""
+    """An agent's messages. The calls of its newest reply are in its text, as the model wrote them. One that was cut is
+    not among them: its reader may have less of it."""
     said = said_by_all(parsed.messages)
+    if said and said[-1].role == "assistant" and parsed.turn.finish_reason == "cancelled":
+        return said[:-1]
     if said and said[-1].role == "assistant" and parsed.turn.finish_reason == "tool_calls":
         said[-1] = replace(said[-1], reply_id=manifest.reply_id(parsed.turn.request_id))
     return said
