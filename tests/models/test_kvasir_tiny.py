@@ -6,6 +6,7 @@ import pytest
 
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.model.kvasir_tiny import path
+from tests.made_models.messages import user
 from tests.models import twins
 from tools.kvasir_tiny import desk, evaluate
 from tools.kvasir_tiny.evaluate import Reader, Report
@@ -16,10 +17,6 @@ from tools.kvasir_tiny.exams import first_exam
 @pytest.fixture(scope="module")
 def reader() -> Reader:
     return Reader()
-
-
-def user(text: str) -> desk.Message:
-    return {"role": "user", "content": text}
 
 
 def test_the_weights_are_small_and_16_bit(reader: Reader) -> None:

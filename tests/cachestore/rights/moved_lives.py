@@ -17,7 +17,7 @@ from cachestore_svc.facts.records import SnapshotVersion
 from cachestore_svc.index.catalog import CatalogView
 from tests.cachestore.core.lab import NS, snapshot_digests
 from tests.cachestore.rights.judging import _versions
-from tests.cachestore.rights.peered import Mac, macs
+from tests.cachestore.rights.peered import Mac, drained, macs
 from tests.cachestore.rights.wiretap import Call, Wire, wired
 from tests.made_models.synthetic import SMALL, SyntheticAgent
 
@@ -208,11 +208,6 @@ async def until(holds: Any, what: str) -> None:
             return
         await asyncio.sleep(0.01)
     raise AssertionError(f"not in time: {what}")
-
-
-async def drained(steps: Any) -> None:
-    async for _ in steps:
-        pass
 
 
 def _kept(view: CatalogView, name: str) -> Kept:

@@ -170,3 +170,8 @@ async def _mac(
         threads.close()
         if opened is None:
             store.close()
+
+
+async def drained(steps: Any) -> None:
+    async for _ in steps:
+        pass

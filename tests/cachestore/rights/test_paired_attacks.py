@@ -21,7 +21,7 @@ from cachestore_svc.pairing.identity import new_identity
 from cachestore_svc.recovery import salvage
 from inference_svc.memory import token_lines
 from tests.cachestore.core.lab import NS
-from tests.cachestore.rights.peered import Mac, macs
+from tests.cachestore.rights.peered import Mac, drained, macs
 from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 Play = Callable[[Mac, Mac, AioStoreClient], Coroutine[Any, Any, None]]
@@ -44,11 +44,6 @@ async def refused(call: Awaitable[object], reason: str = "PEER_MAY_NOT") -> Kvas
         await call
     assert caught.value.reason == reason, caught.value
     return caught.value
-
-
-async def drained(steps: Any) -> None:
-    async for _ in steps:
-        pass
 
 
 def audited(mac: Mac) -> list[str]:

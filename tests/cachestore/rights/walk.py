@@ -19,7 +19,7 @@ from inference_svc.engine.api import AgentKey
 from tests.cachestore.core.lab import NS
 from tests.cachestore.rights.judging import HONEST, LIAR, Judge, Seen, ViolationError
 from tests.cachestore.rights.lying_store import TOO_FAR
-from tests.cachestore.rights.peered import Mac
+from tests.cachestore.rights.peered import Mac, drained
 from tests.cachestore.rights.turn_lies import TurnLies
 
 STEPS = 14
@@ -298,7 +298,7 @@ class Walk:
                 call = peer.fence_agent(name, max(generation, 1), timeout_s=5)
             case Verb.COPY:
                 await self.have(name)
-                call = _drained(peer.pulling_agent("", name, only_bytes=self.chance.random() < 0.2))
+                call = drained(peer.pulling_agent("", name, only_bytes=self.chance.random() < 0.2))
             case Verb.MOVE:
                 await self.have(name)
                 await self.bring(store, name, "")
@@ -313,7 +313,7 @@ class Walk:
 
     async def bring(self, store: str, name: str, move_id: str) -> str:
         """The liar moves an agent there. How it ended."""
-        call = _drained(self.liars[store].moving_agent(name, move_id=move_id))
+        call = drained(self.liars[store].moving_agent(name, move_id=move_id))
         return await self._said(store, name, Verb.MOVE, len(self._mac(store).audit.of(LIAR)), call)
 
     async def _offer(self, peer: AioStoreClient, key: tuple[str, str], move_id: str, generation: int) -> None:
@@ -357,8 +357,3 @@ def _follows(before: manifest_pb2.Manifest | None, newest: manifest_pb2.Manifest
 
 def _reason(outcome: object) -> str:
     return outcome.reason if isinstance(outcome, KvasirError) else "OK" if outcome is not None else "nothing"
-
-
-async def _drained(steps: Any) -> None:
-    async for _ in steps:
-        pass

@@ -25,12 +25,11 @@ _PLACES = 256  # of one caller
 _AT_ONCE = 32  # calls that the store has begun, at most
 
 
-def test_a_commit_whose_caller_left_before_its_blobs_came_makes_no_version(tmp_path: Path) -> None:
+async def test_a_commit_whose_caller_left_before_its_blobs_came_makes_no_version(tmp_path: Path) -> None:
     snapshot = SyntheticAgent(SMALL).turn(300)
     asked = "a", snapshot.manifest_digest, 0
-
-    async def scene(address: str) -> None:
-        async with AioStoreClient.connect(address) as client:
+    with store_home(tmp_path / "home") as home:
+        async with AioStoreClient.connect(home.start().address) as client:
             assert "awaits" in (await client.get_capabilities()).features
             with pytest.raises(DeadlineExceeded):
                 await client.commit(*asked, awaited=list(snapshot.new_blobs), timeout_s=0.3)
@@ -41,9 +40,6 @@ def test_a_commit_whose_caller_left_before_its_blobs_came_makes_no_version(tmp_p
             with pytest.raises(NotFound):
                 await client.get_agent("a")
             assert (await client.commit(*asked)).version == 1
-
-    with store_home(tmp_path / "home") as home:
-        asyncio.run(scene(home.start().address))
 
 
 @pytest.mark.long(3)

@@ -14,6 +14,7 @@ from kvasir_gateway.turn import Asked, Said
 from tests.gateway.conftest import ENCODER, Front
 from tests.gateway.page.html_page import HTML
 from tests.gateway.serving import MODEL
+from tests.made_models.messages import user
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
 WEATHER: dict[str, Any] = {
@@ -40,10 +41,6 @@ def told(front: Front, path: str, **asked: Any) -> dict[str, Any]:
     answer = ask(front, path, **asked)
     assert answer.status_code == 200, answer.text
     return answer.json()
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
 
 
 def test_a_chat_is_remembered_and_goes_on_in_another_api(front: Front) -> None:

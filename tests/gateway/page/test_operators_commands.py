@@ -106,14 +106,11 @@ class _Printing(HomeCommands):
         return await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdin=pipe, stdout=pipe, stderr=pipe)
 
 
-def test_a_result_of_one_long_line_is_read(tmp_path: Path) -> None:
-    async def done(count: int) -> Any:
-        jobs = Jobs(_Printing(tmp_path), time.time)
-        await jobs.start("backup", "this home", [str(count)])
-        await asyncio.wait([jobs._tasks["backup"]], timeout=60)
-        return jobs.of("backup")
-
-    job = asyncio.run(done(5000))
+async def test_a_result_of_one_long_line_is_read(tmp_path: Path) -> None:
+    jobs = Jobs(_Printing(tmp_path), time.time)
+    await jobs.start("backup", "this home", ["5000"])
+    await asyncio.wait([jobs._tasks["backup"]], timeout=60)
+    job = jobs.of("backup")
     assert (job.problem, len(job.value["damaged"])) == ("", 5000)
 
 

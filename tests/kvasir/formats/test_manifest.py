@@ -171,16 +171,19 @@ WRONG: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_field_is_refused_by_its_name(name: str) -> None:
-    change, field = WRONG[name]
+def check_refused(good: manifest_pb2.Manifest, change: Change, field: str) -> None:
     message = manifest_pb2.Manifest()
-    message.CopyFrom(GOOD)
+    message.CopyFrom(good)
     check(message)
     change(message)
     with pytest.raises(InvalidArgument) as caught:
         manifest.parse(message.SerializeToString())
     assert caught.value.field == f"manifest.{field}"
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_field_is_refused_by_its_name(name: str) -> None:
+    check_refused(GOOD, *WRONG[name])
 
 
 def asleep(tokens: int) -> manifest_pb2.Manifest:
@@ -291,14 +294,7 @@ WRONG_WINDOWS: dict[str, tuple[Change, str]] = {
 
 @pytest.mark.parametrize("name", WRONG_WINDOWS)
 def test_a_wrong_window_is_refused_by_its_name(name: str) -> None:
-    change, field = WRONG_WINDOWS[name]
-    message = manifest_pb2.Manifest()
-    message.CopyFrom(WINDOWED_GOOD)
-    check(message)
-    change(message)
-    with pytest.raises(InvalidArgument) as caught:
-        manifest.parse(message.SerializeToString())
-    assert caught.value.field == f"manifest.{field}"
+    check_refused(WINDOWED_GOOD, *WRONG_WINDOWS[name])
 
 
 def test_a_window_lists_what_it_saw_earlier_too() -> None:

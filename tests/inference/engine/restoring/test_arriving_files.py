@@ -11,27 +11,13 @@ from inference_svc.engine.api import AgentKey, Hot, Prefilled, Restored, Started
 from inference_svc.engine.files.incoming import Incoming
 from inference_svc.kv import kv_load
 from tests.inference.engine.driving import Driver, Listener, tokens_of
+from tests.inference.engine.restoring.conftest import LENGTH
 from tests.inference.engine.restoring.test_loading import used_pages
 from tests.inference.kv.attention.device.coming_files import play
 from tests.running.waiting import eventually
 
-LENGTH = 1_700  # seven files
 FILES = 7
 SUFFIX = tokens_of(20, 3)
-
-
-@pytest.fixture(scope="module")
-def memories() -> dict[int, tuple[AgentKey, Restored]]:
-    """By engine: an agent, and what a store would give back of it."""
-    return {}
-
-
-@pytest.fixture
-def memory(driver: Driver, memories: dict[int, tuple[AgentKey, Restored]]) -> tuple[AgentKey, Restored]:
-    if id(driver) not in memories:
-        key, _ = driver.remember(LENGTH, seed=11)
-        memories[id(driver)] = key, driver.restored(key)
-    return memories[id(driver)]
 
 
 @pytest.fixture(autouse=True)

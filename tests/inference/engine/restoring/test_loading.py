@@ -8,25 +8,11 @@ from kvasir.errors import Cancelled, DataLoss
 from inference_svc.engine.api import AgentKey, Hot, Restored, Started, Tokens
 from inference_svc.kv.attention import host_copy
 from tests.inference.engine.driving import Driver, Listener, driver_with_room_for, tokens_of
+from tests.inference.engine.restoring.conftest import LENGTH
 from tests.inference.kv.attention.device.coming_files import play
 from tests.inference.kv.sequences import poison_free_pages
 
-LENGTH = 1_700  # seven files; beside a stream one is loaded a step, because the engines here have no budget
 SUFFIX = tokens_of(20, 3)
-
-
-@pytest.fixture(scope="module")
-def memories() -> dict[int, tuple[AgentKey, Restored]]:
-    """By engine: an agent, and what a store would give back of it."""
-    return {}
-
-
-@pytest.fixture
-def memory(driver: Driver, memories: dict[int, tuple[AgentKey, Restored]]) -> tuple[AgentKey, Restored]:
-    if id(driver) not in memories:
-        key, _ = driver.remember(LENGTH, seed=8)
-        memories[id(driver)] = key, driver.restored(key)
-    return memories[id(driver)]
 
 
 @pytest.mark.batch_as_alone

@@ -15,14 +15,11 @@ from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.inference.service.lies.lying_store import LyingStore, lying_store
+from tests.made_models.messages import user
 from tests.running.system_fixtures import House
 
 GREEDY = {"max_tokens": 4}
 WORDS = ("The first word is lantern.", "The second word is harbour.", "The third word is window.")
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
 
 
 def say(house: House, agent: str, text: str, *, base_version: int | None = None) -> Reply:

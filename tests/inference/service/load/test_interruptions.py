@@ -12,16 +12,13 @@ from kvasir.clients import InferenceClient, Reply
 from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
 
+from tests.made_models.messages import by_user
 from tests.running.system_fixtures import House, running_house
 from tests.running.waiting import eventually
 
 GREEDY = {"max_tokens": 16}
 LONG = {"max_tokens": 1500, "stop_token_ids": []}
 FREED_WITHIN_S = 4.0  # one step, on busy cores; the whole reply takes longer
-
-
-def user(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
 
 
 def until_memory_is(client: InferenceClient, used_bytes: int) -> float:
@@ -38,15 +35,16 @@ def test_closing_the_stream_frees_the_row_and_the_agent_remembers_its_last_whole
 ) -> None:
     agent, twin = new_agent(), new_agent()
     for name in (agent, twin):
-        client.reply(agent_id=name, messages=user("I keep bees on the roof."), sampling=GREEDY)
+        client.reply(agent_id=name, messages=by_user("I keep bees on the roof."), sampling=GREEDY)
     before = client.get_stats().engine.kv_memory_used_bytes
-    events = client.generate(agent_id=agent, append_messages=user("Tell me a long story."), sampling=LONG)
+    events = client.generate(agent_id=agent, append_messages=by_user("Tell me a long story."), sampling=LONG)
     while next(events).WhichOneof("event") != "delta":
         pass
     events.close()
     assert until_memory_is(client, before) < FREED_WITHIN_S
     after_cut, expected = (
-        client.reply(agent_id=name, append_messages=user("What do I keep?"), sampling=GREEDY) for name in (agent, twin)
+        client.reply(agent_id=name, append_messages=by_user("What do I keep?"), sampling=GREEDY)
+        for name in (agent, twin)
     )
     assert after_cut.started.parent_version == 1
     assert after_cut.token_ids == expected.token_ids
@@ -57,10 +55,10 @@ def test_a_deadline_frees_the_row_too_and_says_what_was_kept(
     client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:
     agent = new_agent()
-    client.reply(agent_id=agent, messages=user("Hello."), sampling=GREEDY)
+    client.reply(agent_id=agent, messages=by_user("Hello."), sampling=GREEDY)
     before = client.get_stats().engine.kv_memory_used_bytes
     with pytest.raises(errors.DeadlineExceeded) as late:
-        client.reply(agent_id=agent, append_messages=user("A long story."), sampling=LONG, timeout_s=0.4)
+        client.reply(agent_id=agent, append_messages=by_user("A long story."), sampling=LONG, timeout_s=0.4)
     assert late.value.metadata["remembered_version"] == "1"
     assert "version 1 is kept" in late.value.message
     assert until_memory_is(client, before) < FREED_WITHIN_S
@@ -70,16 +68,16 @@ def test_a_cut_turn_is_remembered_as_far_as_it_came_when_that_was_asked(
     house: House, client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:
     agent = new_agent()
-    client.reply(agent_id=agent, messages=user("Hello."), sampling=GREEDY)
+    client.reply(agent_id=agent, messages=by_user("Hello."), sampling=GREEDY)
     heard = Reply()
-    story = {"append_messages": user("A long story."), "request_id": "story", "agent_id": agent}
+    story = {"append_messages": by_user("A long story."), "request_id": "story", "agent_id": agent}
     events = client.generate(**story, sampling=LONG, keep_partial=True)  # type: ignore[arg-type]
     while len(heard.token_ids) < 4:
         heard.add(next(events))
     events.close()
     with house.store_client() as store:
         eventually(lambda: store.get_agent(agent).lines[0].version >= 2, 60)
-    following = client.reply(agent_id=agent, append_messages=user("Go on."), sampling=GREEDY)
+    following = client.reply(agent_id=agent, append_messages=by_user("Go on."), sampling=GREEDY)
     assert following.started.parent_version == 2
     assert following.started.match == pb.PREFIX_MATCH_EXTEND or not following.started.miss
     # More than the first turn and the question: part of the story is there.
@@ -92,10 +90,10 @@ def test_a_retry_of_a_turn_that_was_cut_does_it_again_instead_of_behind_it(
 ) -> None:
     agent, twin = new_agent(), new_agent()
     for name in (agent, twin):
-        client.reply(agent_id=name, messages=user("Hello."), sampling=GREEDY)
+        client.reply(agent_id=name, messages=by_user("Hello."), sampling=GREEDY)
     sampling = {"max_tokens": 300}
-    expected = client.reply(agent_id=twin, append_messages=user("A story."), sampling=sampling)
-    story = {"append_messages": user("A story."), "request_id": "story", "agent_id": agent, "sampling": sampling}
+    expected = client.reply(agent_id=twin, append_messages=by_user("A story."), sampling=sampling)
+    story = {"append_messages": by_user("A story."), "request_id": "story", "agent_id": agent, "sampling": sampling}
     events = client.generate(**story, keep_partial=True)  # type: ignore[arg-type]
     while next(events).WhichOneof("event") != "delta":
         pass
@@ -108,12 +106,12 @@ def test_one_agents_turns_run_in_the_order_of_their_arrival(
     client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:
     agent = new_agent()
-    client.reply(agent_id=agent, messages=user("Hello."), sampling=GREEDY)
-    first = client.generate(agent_id=agent, append_messages=user("one"), sampling={"max_tokens": 100})
+    client.reply(agent_id=agent, messages=by_user("Hello."), sampling=GREEDY)
+    first = client.generate(agent_id=agent, append_messages=by_user("one"), sampling={"max_tokens": 100})
     next(first)  # it has begun
     others: list[Reply] = []
     waiting = threading.Thread(
-        target=lambda: others.append(client.reply(agent_id=agent, append_messages=user("two"), sampling=GREEDY))
+        target=lambda: others.append(client.reply(agent_id=agent, append_messages=by_user("two"), sampling=GREEDY))
     )
     waiting.start()
     *_, last = first
@@ -163,7 +161,7 @@ def converse(house: House, agent: str, turns: int, around: Callable[[int, Callab
     """A conversation, each turn of which is asked `around` whatever may happen meanwhile."""
 
     def turn(number: int) -> Reply:
-        given = {"messages": user(QUESTIONS[0])} if number == 0 else {"append_messages": user(QUESTIONS[number])}
+        given = {"messages": by_user(QUESTIONS[0])} if number == 0 else {"append_messages": by_user(QUESTIONS[number])}
         with house.client() as client:
             return client.reply(
                 agent_id=agent,

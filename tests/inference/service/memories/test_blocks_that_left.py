@@ -13,6 +13,7 @@ from kvasir import errors
 from kvasir.clients import InferenceClient, Reply
 from kvasir.inference.v1 import inference_pb2 as pb
 
+from tests.made_models.messages import by_user
 from tests.running.system_fixtures import House
 
 TOLD = "Remember this: the blue key opens the third door, and Marla keeps it in the tin box. " * 4
@@ -36,17 +37,13 @@ def sweeping(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         house.close()
 
 
-def user(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
-
-
 def begin(client: InferenceClient, *agents: str) -> None:
     for agent in agents:
-        client.reply(agent_id=agent, messages=user(TOLD), sampling=GREEDY)
+        client.reply(agent_id=agent, messages=by_user(TOLD), sampling=GREEDY)
 
 
 def ask(client: InferenceClient, agent: str) -> Reply:
-    return client.reply(agent_id=agent, append_messages=user(QUESTION), sampling=GREEDY)
+    return client.reply(agent_id=agent, append_messages=by_user(QUESTION), sampling=GREEDY)
 
 
 def blobs(house: House) -> set[str]:
@@ -56,7 +53,7 @@ def blobs(house: House) -> set[str]:
 def story_whose_block_has_left(house: House, client: InferenceClient, agent: str, **more: Any) -> Any:
     """The rest of a long reply's events, once a block of its own is in the store."""
     before = blobs(house)
-    given = {"append_messages": user(STORY), "sampling": LONG, **more}
+    given = {"append_messages": by_user(STORY), "sampling": LONG, **more}
     events = client.generate(agent_id=agent, **given)
     for event in events:
         assert event.WhichOneof("event") != "finished", "no block left before the end"
@@ -99,7 +96,7 @@ def test_a_turn_goes_on_and_is_stored_whole_where_the_store_was_killed_after_blo
         own_house.store.start()
         *_, last = rest
         assert last.finished.snapshot.version == 2, last.finished.snapshot
-        client.reply(agent_id="never left", append_messages=user(STORY), sampling=LONG)
+        client.reply(agent_id="never left", append_messages=by_user(STORY), sampling=LONG)
         expected = ask(client, "never left").token_ids
     own_house.restart()
     with own_house.client() as client:
@@ -178,7 +175,7 @@ def test_a_fork_made_meanwhile_is_of_the_version_before_and_the_turn_is_stored_a
         assert ask(client, "fork").token_ids == of_the_version_before
         *_, last = rest
         assert (last.finished.snapshot.state, last.finished.snapshot.version) == (pb.SNAPSHOT_STATE_COMMITTED, 2)
-        client.reply(agent_id="alone", append_messages=user(STORY), sampling=LONG)
+        client.reply(agent_id="alone", append_messages=by_user(STORY), sampling=LONG)
         of_the_story = ask(client, "alone").token_ids
     own_house.restart()
     with own_house.client() as client:
@@ -196,7 +193,7 @@ def test_a_turn_that_nobody_keeps_uploads_nothing(sweeping: House, new_agent: Ca
         for mode in (pb.MEMORY_MODE_READ_ONLY, pb.MEMORY_MODE_NONE):
             named = {"agent_id": agent} if mode == pb.MEMORY_MODE_READ_ONLY else {}
             given = "append_messages" if named else "messages"
-            client.reply(**named, **{given: user(STORY)}, sampling=LONG, memory_mode=mode)  # type: ignore[arg-type]
-        branch = client.reply(agent_id=agent, messages=user("Something else."), sampling=LONG)
+            client.reply(**named, **{given: by_user(STORY)}, sampling=LONG, memory_mode=mode)  # type: ignore[arg-type]
+        branch = client.reply(agent_id=agent, messages=by_user("Something else."), sampling=LONG)
         assert branch.finished.snapshot.state == pb.SNAPSHOT_STATE_NONE
         assert blobs(sweeping) == before

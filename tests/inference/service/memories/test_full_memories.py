@@ -11,6 +11,7 @@ from kvasir.clients import InferenceClient, Reply, message
 from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2 as pb
 
+from tests.made_models.messages import by_user
 from tests.running.system_fixtures import House, running_house
 
 CONTEXT = 320
@@ -44,16 +45,12 @@ def client(house: House) -> Iterator[InferenceClient]:
         yield client
 
 
-def user(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
-
-
 def say(client: InferenceClient, agent: str, text: str, **options: Any) -> Reply:
-    return client.reply(agent_id=agent, append_messages=user(text), sampling=GREEDY, **options)
+    return client.reply(agent_id=agent, append_messages=by_user(text), sampling=GREEDY, **options)
 
 
 def begin(client: InferenceClient, agent: str) -> None:
-    client.reply(agent_id=agent, messages=[SYSTEM, *user("Velora lives in Tamsik.")], sampling=GREEDY)
+    client.reply(agent_id=agent, messages=[SYSTEM, *by_user("Velora lives in Tamsik.")], sampling=GREEDY)
 
 
 def remembered(house: House, agent: str, version: int | None = None) -> Any:
@@ -183,7 +180,7 @@ def test_a_caller_that_names_versions_or_asks_again_notices_nothing(
 def test_a_client_that_sends_everything_each_time_goes_on_with_what_is_kept(
     client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:
-    agent, told = new_agent(), [SYSTEM, *user("Velora lives in Tamsik.")]
+    agent, told = new_agent(), [SYSTEM, *by_user("Velora lives in Tamsik.")]
     shortened = 0
     for fact, _ in FACTS:
         if shortened > 1:
@@ -193,9 +190,9 @@ def test_a_client_that_sends_everything_each_time_goes_on_with_what_is_kept(
             assert reply.started.continuation == pb.CONTINUATION_EXTENDED
             assert reply.started.prompt_tokens - reply.started.cached_tokens < 60
         shortened += reply.finished.HasField("shortening")
-        told += [{"role": "assistant", "content": reply.text}, *user(fact)]
+        told += [{"role": "assistant", "content": reply.text}, *by_user(fact)]
     assert shortened > 1
-    client.reply(agent_id=agent, messages=[SYSTEM, *user("Who are you?")], sampling=GREEDY)  # another conversation
+    client.reply(agent_id=agent, messages=[SYSTEM, *by_user("Who are you?")], sampling=GREEDY)  # another conversation
     warmed = client.warm(agent_id=agent, messages=told)
     assert warmed.tokens < CONTEXT, "as its agent has it"
 
@@ -221,7 +218,7 @@ def test_a_question_with_many_tool_calls_stays_and_the_oldest_calls_go_with_thei
     house: House, client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:
     agent, asked = new_agent(), "Open all lockers."
-    told: list[Any] = [SYSTEM, *user(asked)]
+    told: list[Any] = [SYSTEM, *by_user(asked)]
     client.reply(agent_id=agent, messages=told, sampling=GREEDY, on_full=DROP)
     is_short = False
     for number, (fact, _) in enumerate(ONE_EACH[:16]):
@@ -309,7 +306,7 @@ def test_what_is_kept_leaves_room_for_another_turn_that_asks_for_as_long_a_reply
     agent = new_agent()
     begin(client, agent)
     asked: dict[str, Any] = {"on_full": DROP, "sampling": {"max_tokens": CONTEXT * 2 // 3, "temperature": 0}}
-    said = [client.reply(agent_id=agent, append_messages=user(told), **asked) for told, _ in FACTS[:8]]
+    said = [client.reply(agent_id=agent, append_messages=by_user(told), **asked) for told, _ in FACTS[:8]]
     shortened = [reply.finished.HasField("shortening") for reply in said]
     assert any(shortened)
     assert not any(first and second for first, second in pairwise(shortened))
@@ -349,5 +346,5 @@ def test_an_agents_label_says_it_for_all_its_turns_and_a_turn_may_say_otherwise(
 )
 def test_a_wrong_setting_is_refused_by_name(client: InferenceClient, field: str, options: dict[str, Any]) -> None:
     with pytest.raises(errors.InvalidArgument) as refused:
-        client.reply(messages=user("x"), sampling=GREEDY, **{"agent_id": "wrong", **options})
+        client.reply(messages=by_user("x"), sampling=GREEDY, **{"agent_id": "wrong", **options})
     assert refused.value.field == field

@@ -10,6 +10,7 @@ from kvasir.clients import Reply, StoreClient
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from inference_svc.memory.store.answers import LEASE_TTL_S
+from tests.made_models.messages import user
 from tests.made_models.sampling import first_and_in_turn
 from tests.running.system_fixtures import House, running_house
 from tests.running.waiting import eventually
@@ -31,10 +32,6 @@ def house(shared: House) -> Iterator[House]:
     yield shared
     shared.store.thaw()
     shared.repair()
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
 
 
 def say(house: House, agent: str, text: str) -> Reply:

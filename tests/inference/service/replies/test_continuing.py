@@ -16,6 +16,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.status import from_rpc_error
 
 from inference_svc.edge.agent_service import AGENT_SERVICE_NAME
+from tests.made_models.messages import by_user
 from tests.running.system_fixtures import House
 
 GREEDY = {"max_tokens": 6}
@@ -24,12 +25,8 @@ READ_ONLY = pb.MEMORY_MODE_READ_ONLY
 TURNS = 24
 
 
-def user(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
-
-
 def talk(client: InferenceClient, agent: str, texts: list[str]) -> list[Reply]:
-    return [client.reply(agent_id=agent, append_messages=user(text), sampling=GREEDY) for text in texts]
+    return [client.reply(agent_id=agent, append_messages=by_user(text), sampling=GREEDY) for text in texts]
 
 
 def versions(client: InferenceClient, agent: str) -> list[int]:
@@ -50,7 +47,7 @@ def test_a_rewind_to_any_turn_computes_its_last_token_only_and_says_what_was_sai
     said = talk(client, agent, [f"Question {number}: what of it?" for number in range(TURNS)])
     told: list[dict[str, str]] = []
     for number, first in enumerate(said):
-        told += user(f"Question {number}: what of it?")
+        told += by_user(f"Question {number}: what of it?")
         again = client.reply(agent_id=agent, messages=told, memory_mode=READ_ONLY, sampling=GREEDY)
         assert again.started.cached_tokens == again.started.prompt_tokens - 1, number
         assert again.started.continuation in (pb.CONTINUATION_REWOUND, pb.CONTINUATION_EXTENDED)
@@ -69,8 +66,12 @@ def test_a_read_only_turn_changes_nothing(client: InferenceClient, new_agent: Ca
     for name in (agent, twin):
         talk(client, name, ["I keep bees.", "They are busy."])
     before = (held(client), client.get_agent(agent).lines[0].manifest, versions(client, agent))
-    title = [{"role": "system", "content": "Write a title."}, *user("I keep bees.")]
-    for given in ({"append_messages": user("A title, please.")}, {"messages": title}, {"prompt": "Once upon a time"}):
+    title = [{"role": "system", "content": "Write a title."}, *by_user("I keep bees.")]
+    for given in (
+        {"append_messages": by_user("A title, please.")},
+        {"messages": title},
+        {"prompt": "Once upon a time"},
+    ):
         side = client.reply(agent_id=agent, memory_mode=READ_ONLY, sampling=GREEDY, **given)  # type: ignore[arg-type]
         outcome = side.finished.snapshot
         assert (outcome.state, outcome.version, outcome.written_bytes) == (pb.SNAPSHOT_STATE_NONE, 2, 0)
@@ -86,7 +87,7 @@ def test_a_turn_goes_on_from_an_older_version_as_if_nothing_had_followed(
     agent, twin = new_agent(), new_agent()
     talk(client, agent, ["I keep bees.", "And a goat.", "And a cow."])
     talk(client, twin, ["I keep bees."])
-    branch = client.reply(agent_id=agent, append_messages=user("And a cat."), base_version=1, sampling=GREEDY)
+    branch = client.reply(agent_id=agent, append_messages=by_user("And a cat."), base_version=1, sampling=GREEDY)
     expected = talk(client, twin, ["And a cat."])[0]
     started = branch.started
     assert (started.parent_version, started.base_version, started.continuation) == (3, 1, pb.CONTINUATION_REWOUND)
@@ -99,13 +100,13 @@ def test_a_turn_goes_on_from_an_older_version_as_if_nothing_had_followed(
     after, expected = (talk(client, name, ["What do I keep?"])[0] for name in (agent, twin))
     assert after.token_ids == expected.token_ids
     aside = client.reply(
-        agent_id=agent, append_messages=user("And a dog."), base_version=3, memory_mode=READ_ONLY, sampling=GREEDY
+        agent_id=agent, append_messages=by_user("And a dog."), base_version=3, memory_mode=READ_ONLY, sampling=GREEDY
     )
     assert (aside.started.base_version, aside.finished.snapshot.version) == (3, 5)
     bases = {each.version: each.base_version for each in client.list_snapshots(agent).snapshots}
     assert bases == {5: 4, 4: 1, 3: 2, 2: 1, 1: 0}
     with pytest.raises(errors.NotFound) as nothing:
-        client.reply(agent_id=agent, append_messages=user("x"), base_version=99, sampling=GREEDY)
+        client.reply(agent_id=agent, append_messages=by_user("x"), base_version=99, sampling=GREEDY)
     assert nothing.value.reason == "VERSION_NOT_FOUND"
 
 
@@ -116,8 +117,8 @@ def test_an_older_versions_own_files_serve_where_the_newest_shares_less(
     told = f"{agent} keeps bees, and they are busy."
     said = [talk(client, name, [told]) for name in (agent, twin)]
     assert said[0][0].token_ids == said[1][0].token_ids
-    client.reply(agent_id=agent, messages=user("Once upon a time."), replace_memory=True, sampling=GREEDY)
-    back = client.reply(agent_id=agent, append_messages=user("Who is?"), base_version=1, sampling=GREEDY)
+    client.reply(agent_id=agent, messages=by_user("Once upon a time."), replace_memory=True, sampling=GREEDY)
+    back = client.reply(agent_id=agent, append_messages=by_user("Who is?"), base_version=1, sampling=GREEDY)
     expected = talk(client, twin, ["Who is?"])[0]
     assert (back.started.source, back.started.cached_tokens) == (pb.CACHE_SOURCE_WARM, expected.started.cached_tokens)
     assert back.token_ids == expected.token_ids
@@ -130,7 +131,7 @@ def test_another_conversation_is_a_branch_and_takes_the_place_only_if_asked(
     agent, twin = new_agent(), new_agent()
     for name in (agent, twin):
         talk(client, name, ["I keep bees.", "They are busy."])
-    other: dict[str, Any] = {"agent_id": agent, "messages": user("Write a title."), "sampling": GREEDY}
+    other: dict[str, Any] = {"agent_id": agent, "messages": by_user("Write a title."), "sampling": GREEDY}
     branch = client.reply(**other)
     assert branch.started.continuation == pb.CONTINUATION_BRANCHED
     assert (branch.finished.snapshot.state, branch.finished.snapshot.version) == (pb.SNAPSHOT_STATE_NONE, 2)
@@ -147,16 +148,16 @@ def test_an_append_to_a_new_agent_is_its_first_turn_unless_its_caller_minds(
 ) -> None:
     agent = new_agent()
     with pytest.raises(errors.NotFound) as nobody:
-        client.reply(agent_id=agent, append_messages=user("Hello."), expect_existing=True, sampling=GREEDY)
+        client.reply(agent_id=agent, append_messages=by_user("Hello."), expect_existing=True, sampling=GREEDY)
     assert (nobody.value.reason, nobody.value.metadata["agent_id"]) == ("AGENT_NOT_FOUND", agent)
-    first = client.reply(agent_id=agent, append_messages=user("Hello."), sampling=GREEDY)
+    first = client.reply(agent_id=agent, append_messages=by_user("Hello."), sampling=GREEDY)
     assert (first.started.continuation, first.finished.snapshot.version) == (pb.CONTINUATION_NEW, 1)
-    second = client.reply(agent_id=agent, append_messages=user("Again."), expect_existing=True, sampling=GREEDY)
+    second = client.reply(agent_id=agent, append_messages=by_user("Again."), expect_existing=True, sampling=GREEDY)
     assert (second.started.continuation, second.finished.snapshot.version) == (pb.CONTINUATION_EXTENDED, 2)
     told = new_agent()
     client.reply(agent_id=told, prompt="Once upon a time", sampling=GREEDY)
     with pytest.raises(errors.FailedPrecondition) as text:
-        client.reply(agent_id=told, append_messages=user("Hello."), sampling=GREEDY)
+        client.reply(agent_id=told, append_messages=by_user("Hello."), sampling=GREEDY)
     assert (text.value.reason, text.value.metadata["agent_id"]) == ("NO_MESSAGES", told)
 
 
@@ -165,7 +166,9 @@ def test_a_turn_without_memory_neither_reads_nor_leaves_any(
 ) -> None:
     agent = new_agent()
     talk(client, agent, ["I keep bees."])
-    none = client.reply(agent_id=agent, messages=user("I keep bees."), memory_mode=pb.MEMORY_MODE_NONE, sampling=GREEDY)
+    none = client.reply(
+        agent_id=agent, messages=by_user("I keep bees."), memory_mode=pb.MEMORY_MODE_NONE, sampling=GREEDY
+    )
     assert (none.started.cached_tokens, none.started.continuation) == (0, pb.CONTINUATION_UNSPECIFIED)
     assert versions(client, agent) == [1]
 
@@ -180,11 +183,11 @@ def test_a_cancelled_turn_says_what_is_kept(
     agent, request_id = new_agent(), f"cancelled {keeps}"
     talk(client, agent, ["I keep bees."])
     events = client.generate(
-        agent_id=agent, append_messages=user("A story."), sampling=LONG, request_id=request_id, keep_partial=keeps
+        agent_id=agent, append_messages=by_user("A story."), sampling=LONG, request_id=request_id, keep_partial=keeps
     )
     while next(events).WhichOneof("event") != "delta":
         pass
-    waiting = client.generate(agent_id=agent, append_messages=user("Another."), sampling=GREEDY, request_id="waits")
+    waiting = client.generate(agent_id=agent, append_messages=by_user("Another."), sampling=GREEDY, request_id="waits")
     with pytest.raises(errors.NotFound) as unknown:
         client.cancel_turn("nobody's")
     assert unknown.value.reason == "TURN_NOT_FOUND"
@@ -205,11 +208,11 @@ def test_a_cancelled_turn_says_what_is_kept(
 
 def test_a_turn_that_waits_is_cancelled_before_it_began(client: InferenceClient, new_agent: Callable[[], str]) -> None:
     agent = new_agent()
-    first = client.generate(agent_id=agent, append_messages=user("A story."), sampling=LONG)
+    first = client.generate(agent_id=agent, append_messages=by_user("A story."), sampling=LONG)
     while next(first).WhichOneof("event") != "delta":
         pass
     told: list[pb.GenerateResponse] = []
-    second = client.generate(agent_id=agent, append_messages=user("Another."), request_id="second")
+    second = client.generate(agent_id=agent, append_messages=by_user("Another."), request_id="second")
     reader = threading.Thread(target=lambda: told.extend(second))
     reader.start()
     while not (found := [each for each in client.list_turns() if each.request_id == "second"]):
@@ -227,7 +230,7 @@ def test_a_warm_whose_call_is_cancelled_by_its_name_ends_as_cancelled(
     client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:
     agent, ended = new_agent(), list[errors.KvasirError | pb.WarmResponse]()
-    first = client.generate(agent_id=agent, append_messages=user("A story."), sampling=LONG)
+    first = client.generate(agent_id=agent, append_messages=by_user("A story."), sampling=LONG)
     while next(first).WhichOneof("event") != "delta":
         pass
 

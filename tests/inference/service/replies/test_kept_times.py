@@ -17,16 +17,13 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.volatile import LABEL, SYSTEM_CLOCK, SYSTEM_DATE, TOOLS_ORDER
 
 from tests.inference.service.replies.test_moved_tools import TOOLS, moved
+from tests.made_models.messages import user
 from tests.made_models.sampling import sampled
 from tests.running.system_fixtures import House, running_house
 
 GREEDY = {"max_tokens": 8}
 RULES = pb.VolatileRules(names=[SYSTEM_CLOCK, SYSTEM_DATE, TOOLS_ORDER])
 SYSTEM = "You look after a harbour. Now it is {}. Be careful with what you say. " + "Ships come and go. " * 20
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
 
 
 def system(time: str) -> dict[str, str]:

@@ -13,6 +13,7 @@ from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.made_models.dated_model import date_of, dated
+from tests.made_models.messages import by_user
 from tests.running.system_fixtures import House, running_house
 
 # Random weights say special words, which come back as plain text: none here, so that all of a reply is reused.
@@ -43,11 +44,7 @@ def ada(dated_house: House) -> Iterator[InferenceClient]:
 
 
 def say(client: InferenceClient, agent: str, text: str, **more: Any) -> Reply:
-    return client.reply(agent_id=agent, append_messages=user(text), sampling=GREEDY, **more)
-
-
-def user(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
+    return client.reply(agent_id=agent, append_messages=by_user(text), sampling=GREEDY, **more)
 
 
 def remembered(client: InferenceClient, agent: str, version: int | None = None) -> manifest_pb2.Manifest:
@@ -93,8 +90,8 @@ def test_a_talk_over_midnights_is_reused_whole_and_equals_one_whose_clock_never_
 def test_whole_conversations_copies_and_warmed_ones_keep_the_date(ada: InferenceClient) -> None:
     first = say(ada, "kept", TALK[0])
     date = remembered(ada, "kept").template_time_ms
-    said = [*user(TALK[0]), {"role": "assistant", "content": first.text}]
-    whole = ada.reply(agent_id="kept", messages=[*said, *user(TALK[1])], sampling=GREEDY)
+    said = [*by_user(TALK[0]), {"role": "assistant", "content": first.text}]
+    whole = ada.reply(agent_id="kept", messages=[*said, *by_user(TALK[1])], sampling=GREEDY)
     goes_on_whole(first, whole)
     rewound = say(ada, "kept", TALK[2], base_version=1)
     assert rewound.started.cached_tokens > first.finished.memory_tokens - 4
@@ -102,7 +99,7 @@ def test_whole_conversations_copies_and_warmed_ones_keep_the_date(ada: Inference
     goes_on_whole(whole, say(ada, "copy", TALK[3]))
     archive = b"".join(ada.export_agent("copy"))
     ada.import_agent("brought", [archive])
-    warm = ada.warm(agent_id="brought", append_messages=user(TALK[2]))
+    warm = ada.warm(agent_id="brought", append_messages=by_user(TALK[2]))
     assert warm.tokens - warm.cached_tokens < 40
     brought = say(ada, "brought", TALK[2])
     assert brought.started.prompt_tokens - brought.started.cached_tokens == 1
@@ -114,10 +111,10 @@ def test_a_new_conversation_gets_a_date_of_its_own(ada: InferenceClient) -> None
     say(ada, "two", TALK[0])
     ones, twos = remembered(ada, "one"), remembered(ada, "two")
     assert ones.template_time_ms < twos.template_time_ms
-    branch = ada.reply(agent_id="one", messages=user("Of something else."), sampling=GREEDY)
+    branch = ada.reply(agent_id="one", messages=by_user("Of something else."), sampling=GREEDY)
     assert branch.started.continuation == pb.CONTINUATION_BRANCHED
     assert not branch.started.kept
-    ada.reply(agent_id="one", messages=user("Of something else."), replace_memory=True, sampling=GREEDY)
+    ada.reply(agent_id="one", messages=by_user("Of something else."), replace_memory=True, sampling=GREEDY)
     replaced = remembered(ada, "one")
     assert replaced.template_time_ms > twos.template_time_ms
     for each in (ones, twos, replaced):
