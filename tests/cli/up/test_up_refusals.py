@@ -5,18 +5,22 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from kvasir.address import parse_address
+from kvasir.cli import failures
+from kvasir.cli.caller import Caller
 from kvasir.cli.running import checks
 from kvasir.cli.running.home import Home
 from kvasir.cli.running.own_credentials import make_credentials
 from kvasir.cli.running.plan import Plan
+from kvasir.cli.running.starting import detached
 from kvasir.cli.running.supervisor import NotStartedError
 from kvasir.credentials import read_credentials, read_token
-from kvasir.errors import FailedPrecondition
+from kvasir.errors import FailedPrecondition, Unavailable
 
 from inference_svc.model import kvasir_tiny
 from tests.cli.certificates import make_certificate
@@ -210,3 +214,16 @@ def test_a_group_begins_again_only_where_another_program_took_its_gateways_port(
         monkeypatch.setattr("kvasir.cli.running.up.run_group", begins)
         code = in_process("--home", tmp_path, "up").code
     assert (code == 0, len(tried), len(set(tried))) == ((True, 2, 2) if is_taken else (False, 1, 1))
+
+
+def test_a_start_in_the_background_that_ends_without_a_word_names_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that `kvasir down` of another terminal ends."""
+    home = Home(tmp_path)
+    home.logs.mkdir()
+    monkeypatch.setattr(sys, "executable", shutil.which("true"))
+    with pytest.raises(Unavailable, match=r"ended before all was ready, as by `kvasir .*down`") as caught:
+        detached(Caller(home=home))
+    assert f"(exit code 0, log: {home.logs / 'up.log'})" in caught.value.message
+    assert failures.hint(caught.value, home) == "", "nothing is there to report"

@@ -158,10 +158,9 @@ def refusal_of(error: Exception) -> errors.KvasirError:
     return errors.Internal(f"{type(error).__name__}: {error} (details: {trace.name})", reason="COMMAND_FAILED")
 
 
-def relayed(code: int, answer: Mapping[str, Any]) -> errors.KvasirError:
-    """The refusal of a command that ended with this code and JSON, as one of our own."""
+def relayed(code: int, told: Mapping[str, Any]) -> errors.KvasirError:
+    """The refusal of a command that ended with this code and this error in JSON, as one of our own."""
     kind = next((kind for kind, of_kind in EXIT_CODES.items() if of_kind == code), errors.FailedPrecondition)
-    told = answer.get("error") or {"message": f"the command ended with exit code {code}", "reason": "COMMAND_FAILED"}
     return kind(told["message"], reason=told["reason"], field=told.get("field"), metadata=told.get("metadata"))
 
 

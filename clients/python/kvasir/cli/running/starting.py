@@ -20,6 +20,7 @@ from kvasir.cli.running.logs import rotate_log
 from kvasir.cli.running.plan import Plan, ServiceProcess
 from kvasir.cli.running.program import MODULE
 from kvasir.cli.running.supervisor import Supervisor
+from kvasir.errors import Unavailable
 
 ENGINE_KILLED = "except those that the engine had not stored: it did not stop, and was killed"
 
@@ -150,7 +151,10 @@ def detached(caller: Caller) -> None:
         except BaseException:  # Ctrl-C or SIGTERM: it ends with us
             child.terminate()
             raise
+    if "error" in answer:
+        raise relayed(child.wait(), answer["error"])
     if "pid" not in answer:
-        raise relayed(child.wait(), answer)
+        what = f"it ended before all was ready, as by `{caller.home.command('down')}` or a kill"
+        raise Unavailable(f"{what} (exit code {child.wait()}, log: {log})", reason="SERVICE_DID_NOT_START")
     home = caller.home
     caller.result(answer, lambda out: greet(out.print, home, answer, f"`{home.command('down')}` stops it"))
