@@ -27,8 +27,9 @@ from kvasir_bench.prove.step import ProofScope, Step
 from kvasir_bench.prove.steps import STEPS as REAL_STEPS
 from kvasir_bench.prove.steps import shown
 
-from tests.bench.played_proof import NAMES, STEPS, prover, until
+from tests.bench.played_proof import NAMES, STEPS, prover
 from tests.cli.running import in_process
+from tests.running.waiting import eventually
 from tools.measured import __main__ as measured_pages
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +75,7 @@ def test_three_kills_lose_the_step_that_each_interrupts_and_no_other(tmp_path: P
     for name in ("first", "third", "fourth"):
         (tmp_path / "hold").write_text(name)
         with process() as killed:
-            until(lambda name=name: begun.exists() and begun.read_text().endswith(f"{name}\n"))  # type: ignore[misc]
+            eventually(lambda name=name: begun.exists() and begun.read_text().endswith(f"{name}\n"))  # type: ignore[misc]
             killed.kill()
     (tmp_path / "hold").unlink()
     with process() as last:
@@ -300,7 +301,7 @@ def test_a_suite_whose_time_is_over_counts_the_tests_that_it_has_run(
     def until_it_sleeps(self: Any, given: Any = None, timeout: float | None = None) -> Any:
         if timeout is None:
             return communicate(self, given)
-        until((tmp_path / "began").exists)
+        eventually((tmp_path / "began").exists)
         raise subprocess.TimeoutExpired("pytest", timeout)
 
     monkeypatch.setattr(subprocess.Popen, "communicate", until_it_sleeps)
@@ -327,10 +328,10 @@ def test_a_step_that_is_ended_ends_its_tests(tmp_path: Path, monkeypatch: pytest
     )
 
     def ended(running: "subprocess.Popen[str]", **_: Any) -> Any:
-        until((tmp_path / "began").exists)
+        eventually((tmp_path / "began").exists)
         if by == "a terminal":
             running.send_signal(signal.SIGINT)
-            until((tmp_path / "ending").exists)
+            eventually((tmp_path / "ending").exists)
         raise SystemExit(1)
 
     monkeypatch.setattr(subprocess.Popen, "communicate", ended)

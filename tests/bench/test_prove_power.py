@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from kvasir_bench.prove.power import Power, kept_awake, wait_until_well
 
-from tests.bench.played_proof import until
+from tests.running.waiting import eventually
 
 
 def linux(folder: Path, *, status: str = "Discharging", capacity: int = 20, scope: str = "", count: int = 3) -> Power:
@@ -88,7 +88,7 @@ def test_a_mac_is_kept_awake_as_long_as_the_proof_runs(tmp_path: Path, monkeypat
     program(tmp_path, "caffeinate", f'echo "$@" > "{tmp_path}/given"; exec sleep 60')
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with kept_awake():
-        until(lambda: (tmp_path / "given").exists() and (tmp_path / "given").read_text() != "")
+        eventually(lambda: (tmp_path / "given").exists() and (tmp_path / "given").read_text() != "")
     assert (tmp_path / "given").read_text().split() == ["-i", "-w", str(os.getpid())]
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     with kept_awake():
