@@ -211,11 +211,9 @@ class _Register:
         if self._core.blobs.is_shared:
             found = {hash_: {edition} for hash_, edition in editions.items()}
             now = self._core.now_unix_ms()
-
-            def condemn(change: CatalogChange) -> None:
-                change.condemn(found, now, keeps=False)
-
-            self._core.catalog.write(namespace, condemn, frees_space=True)
+            self._core.catalog.write(
+                namespace, lambda change: change.condemn(found, now, keeps=False), frees_space=True
+            )
             end_removals(self._core, namespace)
             return
         for digest in digests:
