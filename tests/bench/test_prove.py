@@ -59,8 +59,10 @@ def test_a_proof_that_was_ended_goes_on_with_its_first_unfinished_step(tmp_path:
             raise KeyboardInterrupt
         return {"claims": [], "number": len(begun)}
 
+    said: list[str] = []
     with pytest.raises(KeyboardInterrupt):
-        prover(tmp_path, interrupted).prove(STEPS)
+        prover(tmp_path, interrupted, report=said.append).prove(STEPS)
+    assert said[-1] == "stopped; the same command goes on with step 3"
     records = prover(tmp_path, interrupted).prove(STEPS)
     assert begun == ["first", "second", "third", "third", "fourth"]
     assert [each["value"]["number"] for each in records] == [1, 2, 4, 5]

@@ -81,7 +81,11 @@ class Prover:
             if record is None:
                 rest = remaining_s(records, steps, self.scope, self.kept)
                 self.report(f"[{place + 1}/{len(steps)}] {step.title}; {in_words(rest)} in all remain")
-                record = self._record(step)
+                try:
+                    record = self._record(step)
+                except KeyboardInterrupt:
+                    self.report(f"stopped; the same command goes on with step {place + 1}")
+                    raise
                 if "failed" not in record:
                     self.kept.keep(step.name, record)
             else:
