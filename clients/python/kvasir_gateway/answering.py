@@ -133,7 +133,7 @@ class Turns:
     async def memory(
         self, ready: Ready, caller: CallerAtEngine, namespace: str, agent_id: str, *, keeps_partial: bool = False
     ) -> Memory:
-        """The turn's memory. The caller must report when it has `left`. `keeps_partial`: a conversation that goes on
+        """The turn's memory. The caller must report when it has `left`. `keeps_partial`: a conversation
         remembers a reply whose reader leaves, as far as it came: what follows would compute its prompt again."""
         turn, chain = ready.turn, ready.chain
         is_aside = turn.memory.get("memory_mode") == pb.MEMORY_MODE_NONE or turn.sampling.get("n", 1) > 1
@@ -159,9 +159,8 @@ class Turns:
                 messages=(*turn.messages, *quoted.messages) if is_summary else (),
             )
         found = await known.agent_for(namespace, chain, turn.messages, records)
-        # A cut reply in a new agent or a fork would be a second memory of the conversation.
-        goes_on = len(chain.points) > 1 and (namespace, found) not in known.forks
-        options = {"keep_partial": True} if keeps_partial and goes_on else {}
+        # A cut reply in a fork would be a second memory of the conversation.
+        options = {"keep_partial": True} if keeps_partial and (namespace, found) not in known.forks else {}
         return Memory(found, known, namespace, chain, options, turn.begun)
 
     def digests_of(self, messages: Iterable[Said]) -> Iterator[str]:
@@ -181,9 +180,11 @@ class Turns:
 
     def _entitle(self, ready: Ready, caller: CallerAtEngine, memory: Memory, reply: Reply) -> None:
         """Give a new conversation of a caller who named no agent the title by which people find it."""
-        is_new = reply.started.continuation == pb.CONTINUATION_NEW and memory.agent_id.startswith(PREFIX)
-        title = title_of(ready.turn.messages) if is_new and memory.conversations is not None else ""
-        if title and not memory.side_call:
+        if memory.conversations is None or memory.side_call or not memory.agent_id.startswith(PREFIX):
+            return
+        was_cut = memory.conversations.cut.get((memory.namespace, memory.chain.points[0].alike)) == memory.agent_id
+        is_new = was_cut or reply.started.continuation == pb.CONTINUATION_NEW
+        if title := title_of(ready.turn.messages) if is_new else "":
             update = caller.at(memory.agent_id).update_agent(memory.agent_id, labels={TITLE: title})
             self._do_beside(update, "not_entitled")
 

@@ -35,6 +35,7 @@ _log = logging.getLogger(__name__)
 _DIGEST_CHARS = 24
 _MAX_TIPS = 100_000
 _MAX_LOOKED_AT = 8
+_MAX_CUT = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,9 @@ class Conversations:
         self._busy: set[tuple[str, str]] = set()
         self.forks: dict[tuple[str, str], tuple[AgentRecords, int]] = {}
         """Forks that were made for a turn that is not answered yet, with their version."""
+        self.cut: dict[tuple[str, str], str] = {}
+        """By namespace and opening an agent whose first turn was not answered. The next that begins so takes it."""
+        self._begun: dict[tuple[str, str], tuple[str, str]] = {}  # by new agent its key in `cut`, until it is answered
         self._dropping: set[asyncio.Task[None]] = set()
         self._tidied: dict[str, datetime] = {}
         self._summaries = Summaries(key)
@@ -132,13 +136,17 @@ class Conversations:
 
     async def agent_for(self, namespace: str, chain: Chain, messages: Sequence[Said], records: AgentRecords) -> str:
         """The agent that a turn with these messages shall extend: found, forked, or new. It is busy from now on."""
-        name = f"{PREFIX}{chain.opening}/{self._new_name()}"
+        name, opening = f"{PREFIX}{chain.opening}/{self._new_name()}", (namespace, chain.points[0].alike)
         found = self._tip(namespace, chain) or await self._stored_tip(chain, messages, records)
         if found is not None:
             if found.is_newest and (namespace, found.agent_id) not in self._busy:
                 name = found.agent_id
             elif version := await _fork(found, name, records):
                 self.forks[namespace, name] = records, version
+        elif (cut := self.cut.get(opening, "")) and (namespace, cut) not in self._busy:
+            name = cut
+        else:
+            self._begun[namespace, name] = opening
         self._busy.add((namespace, name))
         return name
 
@@ -213,6 +221,9 @@ class Conversations:
     def answered(self, namespace: str, agent_id: str, chain: Chain, reply: Said, version: int) -> None:
         """The agent remembers these messages and the reply, as this version; 0: it is not known which."""
         self.forks.pop((namespace, agent_id), None)
+        self._begun.pop((namespace, agent_id), None)
+        if self.cut.get(opening := (namespace, chain.points[0].alike)) == agent_id:
+            del self.cut[opening]
         digest = self._next(chain.digest, reply).hex()
         place = (namespace, digest)
         self._forget(place)  # another agent may have answered the same
@@ -231,6 +242,10 @@ class Conversations:
     def left(self, namespace: str, agent_id: str) -> None:
         """The turn has ended, however it did. A fork that it did not use is deleted, and busy until then."""
         place = (namespace, agent_id)
+        if (opening := self._begun.pop(place, None)) is not None:
+            self.cut[opening] = agent_id
+            if len(self.cut) > _MAX_CUT:
+                del self.cut[next(iter(self.cut))]
         if place not in self.forks:
             self._busy.discard(place)
             return

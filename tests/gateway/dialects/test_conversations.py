@@ -252,6 +252,22 @@ def test_while_an_agent_is_busy_a_second_turn_from_the_same_point_is_a_branch() 
     assert talk.turn(*asked) != first
 
 
+def test_a_first_turn_without_an_answer_begins_again_in_its_agent() -> None:
+    talk, opening = Talk(conversations(), Records()), (user("Hello"),)
+
+    def begun(namespace: str = "n", hint: str = "") -> str:
+        return asyncio.run(talk.known.agent_for(namespace, talk.known.chain(opening, hint), opening, talk.records))
+
+    left = begun()
+    assert begun() != left, "it is busy"
+    talk.known.left("n", left)
+    assert left not in (begun("other"), begun(hint="another session"))
+    assert begun() == left
+    talk.known.left("n", left)
+    assert talk.turn(*opening) == left
+    assert begun() != left, "it has an answer now"
+
+
 @pytest.mark.parametrize("is_answered", [True, False])
 def test_a_fork_stays_only_if_its_turn_was_answered(*, is_answered: bool) -> None:
     talk = Talk(conversations(), Records())

@@ -326,46 +326,52 @@ def test_a_reader_who_leaves_ends_the_turn(front: Front) -> None:
     assert cancelled_turns(front) == before + 2
 
 
-@pytest.mark.long(3)
+@pytest.mark.long(4)
 def test_an_interrupted_turn_is_no_reason_to_compute_its_prompt_again(front: Front) -> None:
     """As in an agent whose user stops a reply and goes on: in its one memory, also behind a restart of the gateway."""
     one = front.house.root / "one-namespace.toml"
     write_credentials(one, CALLERS[:1], lambda: front.keys["ada"])
-    said: list[dict[str, Any]] = [{"role": "user", "content": "Interrupted. My name is Anna."}]
+    lines = "And what is in that line? " * 100
+    said: list[dict[str, Any]] = [{"role": "user", "content": f"Interrupted. My name is Anna. {lines}"}]
     endless = {"model": MODEL, "max_tokens": 2000, "logit_bias": {END: -100}, "stream": True}
+    agents = set()
 
-    def asked(gateway: GatewayProcess) -> tuple[int, int, str]:
-        """Tokens of the prompt and those of them that were reused, and the agent."""
+    def goes_on(gateway: GatewayProcess) -> None:
         body = {"model": MODEL, "messages": said, "max_tokens": 4}
         answer = httpx.post(f"{gateway.url}/v1/chat/completions", headers=front.bearer(), json=body, timeout=60)
         said.append({"role": "assistant", "content": answer.json()["choices"][0]["message"]["content"]})
+        agents.add(answer.headers["x-agent-id"])
         used = answer.json()["usage"]
-        return used["prompt_tokens"], used["prompt_tokens_details"]["cached_tokens"], answer.headers["x-agent-id"]
+        assert used["prompt_tokens"] - used["prompt_tokens_details"]["cached_tokens"] < 60 < used["prompt_tokens"]
 
-    def interrupted(gateway: GatewayProcess) -> None:
-        said.append({"role": "user", "content": "What is in this file? " + "And what is in that line? " * 100})
+    def is_interrupted(gateway: GatewayProcess) -> str:
         body = {**endless, "messages": said}
         with httpx.stream(
             "POST", f"{gateway.url}/v1/chat/completions", headers=front.bearer(), json=body, timeout=60
         ) as answer:
-            lines = (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {"))
-            texts = (line["choices"][0]["delta"].get("content") for line in lines)
-            text = next(filter(None, texts))
+            chunks = (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {"))
+            text = next(filter(None, (chunk["choices"][0]["delta"].get("content") for chunk in chunks)))
             time.sleep(0.2)  # the model goes on: its reader has less than it remembers
-        said.extend(({"role": "assistant", "content": text}, {"role": "user", "content": "Stop. Go on."}))
         wait_until_idle(front)
+        return text
 
     options = ("--credentials", str(one))
     with running_gateway(front.house, *options, name="one") as gateway:
-        agents = {asked(gateway)[2]}
-        interrupted(gateway)
-        prompt, reused, agent = asked(gateway)
-        assert prompt - reused < 60 < prompt
-        interrupted(gateway)
+        is_interrupted(gateway)
+        is_interrupted(gateway)  # the same question again
+        said += [{"role": "assistant", "content": is_interrupted(gateway)}, {"role": "user", "content": "Go on."}]
+        goes_on(gateway)
+        said.append({"role": "user", "content": f"What is in this file? {lines}"})
+        said += [{"role": "assistant", "content": is_interrupted(gateway)}, {"role": "user", "content": "Stop."}]
+        goes_on(gateway)
+        said.append({"role": "user", "content": f"And what is in this file? {lines}"})
+        said += [{"role": "assistant", "content": is_interrupted(gateway)}, {"role": "user", "content": "Stop now."}]
     with running_gateway(front.house, *options, name="one") as gateway:
-        prompt, reused, last = asked(gateway)
-    assert prompt - reused < 60 < prompt
-    assert {*agents, agent, last} == agents
+        goes_on(gateway)
+    assert len(agents) == 1
+    with front.house.client(front.keys["ada"]) as client:
+        agent, *others = client.list_agents(name_prefix=f"{agents.pop().rpartition('/')[0]}/").agents
+    assert (agent.labels["title"][:12], others) == ("Interrupted.", [])
 
 
 def test_a_fork_that_was_made_for_a_refused_turn_is_deleted(front: Front, openai: Any) -> None:
