@@ -185,7 +185,9 @@ async def measured(root: Path, gbit: float, blocks: int, repeats: int) -> dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gbit", type=float, nargs="*", default=[1, 10], help="of the link, a second")
-    parser.add_argument("--blocks", type=int, default=32, help="of 256 tokens and 9.4 MB")
+    parser.add_argument(
+        "--blocks", type=int, default=_BLOCKS_OF_32K, help="of 256 tokens and 9.4 MB; few show its ends"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dir", type=Path, help="on which disk; left out: the one for temporary files")
     given = parser.parse_args()
