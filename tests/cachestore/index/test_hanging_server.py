@@ -15,10 +15,10 @@ from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.index.catalog import HOUSE, Catalog, open_postgres
 from cachestore_svc.index.postgres import pipeline, postgres_catalog, replicas, session
 from tests.cachestore.index.test_postgres import add_one, count_of
-from tests.running.postgres import PostgresServer, postgres  # noqa: F401
+from tests.running.postgres import PostgresServer, postgres, running, running_standby  # noqa: F401
 
 _SOON_S = 20.0
-pytestmark = pytest.mark.long(10)
+pytestmark = pytest.mark.long(12)
 
 
 class StopsAtCommit(Disk):
@@ -104,6 +104,17 @@ def test_a_listener_leaves_a_server_that_stands_still(
                     other.execute(f"NOTIFY {replicas.CHANNEL}, 'news'")
         finally:
             ending.set()
+
+
+def test_a_store_goes_on_with_the_standby_of_a_primary_that_stands_still(disk: StopsAtCommit) -> None:
+    with running() as primary, running_standby(primary, is_synchronous=True) as standby:
+        hosts = f"127.0.0.1:{primary.port},127.0.0.1:{standby.port}"
+        url = f"postgresql://kvasir@{hosts}/{primary.new_database()}"
+        with closing(open_postgres(url, disk, lambda: 0)) as opened:
+            assert opened.write(HOUSE, add_one) == opened.read(HOUSE, count_of) == 1
+            with primary.standing_still():
+                standby.promote()
+                assert opened.write(HOUSE, add_one) == opened.read(HOUSE, count_of) == 2
 
 
 def test_a_long_statement_of_a_server_that_is_well_is_waited_for(catalog: Catalog, disk: StopsAtCommit) -> None:
