@@ -372,6 +372,7 @@ def test_a_turn_waits_for_its_engine_as_often_as_it_is_given_and_no_longer_than_
     assert waits == [0.5, 1.0, 10.0, 10.0, 10.0, None]
     full = ResourceExhausted("the disk is full", retry_after_s=60.0)
     assert [retries.wait(full, attempt) for attempt in (1, 6, 5001)] == [60.0, 60.0, None]
+    assert retries.wait(ResourceExhausted("context", reason="CONTEXT_EXCEEDED", retry_after_s=1.0), 1) is None
 
 
 def test_an_agent_that_somebody_else_changed_is_not_gone_on_with(house: House, tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from kvasir_orchestrator.outcomes import checked
 from kvasir_orchestrator.plan import Turn
 from kvasir_orchestrator.scenario import Scenario
 
+# Reasons for which a turn never fits, though the service says when to try again.
+_NEVER = ("CONTEXT_EXCEEDED", "MEMORY_EXCEEDED")
 _MOST_DOUBLINGS = 64  # a run may wait for its engine overnight, and 2.0**1024 is no float
 
 
@@ -30,7 +32,7 @@ class Retries:
     def wait(self, error: KvasirError, attempt: int) -> float | None:
         """Seconds until a turn is tried again, after so many attempts; None: no more."""
         is_passing = isinstance(error, Unavailable | DeadlineExceeded | Internal) or error.retry_after_s is not None
-        if not is_passing or attempt > self.times:
+        if not is_passing or error.reason in _NEVER or attempt > self.times:
             return None
         doublings = min(attempt - 1, _MOST_DOUBLINGS)
         return max(min(self.wait_s * 2.0**doublings, self.longest_s), error.retry_after_s or 0.0)
