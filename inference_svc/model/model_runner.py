@@ -164,8 +164,14 @@ class ModelRunner:
 
     def _passes(self, pool: KvPool) -> ShortPass:
         if self._short is None or self._short.pool is not pool:
+            self._forget_short()
             self._short = ShortPass(pool, self.forward, self.compute_type)
         return self._short
+
+    def _forget_short(self) -> None:
+        if self._short is not None:
+            self._short.close()
+        self._short = None
 
     def _compute(
         self,
@@ -217,8 +223,9 @@ class ModelRunner:
                 raise _cancelled()
 
     def close(self) -> None:
-        """Let go of the weights: nothing is computed any more."""
-        self.model = self._short = None
+        """Let go of the weights, on the thread that computed: nothing is computed any more."""
+        self._forget_short()
+        self.model = None
 
     def forward(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
         """Logits of tokens [rows, n], not evaluated, of all positions or the last. One cache a layout entry."""

@@ -44,6 +44,10 @@ class ShortPass:
         self._layers = [FusedLayer(pool, index) for index in sorted(pool.formats)]
         self._kept_graph = KeptGraph(self._traced)
 
+    def close(self) -> None:
+        """Let go of the graph, which holds weights. On the thread that made it: there MLX keeps it."""
+        self._kept_graph.forget()
+
     def takes(self, kv: SequenceKV, count: int) -> bool:
         """Whether it computes `count` tokens behind this sequence, in one part or two."""
         if not self.is_short(count, kv.length):

@@ -119,3 +119,13 @@ def test_a_failure_is_not_kept_for_the_next_start(
             assert driver.engine.kernels.failure
     with emulated_engine(model_dir, tmp_path, memory_budget_bytes=BUDGET) as driver:
         assert (driver.engine.kernels.attention, driver.engine.kernels.failure) == ("fused (CUDA)", "")
+
+
+def test_a_closed_engine_lets_go_of_the_graphs_of_its_passes(model_dir: Path, tmp_path: Path) -> None:
+    """They hold weights, wherever the engine's thread leaves them to MLX."""
+    with emulated_engine(model_dir, tmp_path, memory_budget_bytes=BUDGET) as driver:
+        driver.turn(tokens_of(5), max_tokens=2)
+        passes = driver.engine._worker._runner._short
+        assert passes is not None
+        assert passes._kept_graph._compiled is not None
+    assert passes._kept_graph._compiled is None
