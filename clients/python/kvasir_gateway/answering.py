@@ -260,7 +260,7 @@ class StreamForm:
     """How an API has a stream written."""
 
     chunks: ReplyStream
-    error_event: Callable[[KvasirError], str]
+    error_event: Callable[[KvasirError, int], str]  # behind so many events
     headers: Mapping[str, str]
 
 
@@ -301,12 +301,13 @@ class EventStream:
                 self.numbers.written.add(self.clock() - received_s)
             await _piece(send, chunks.end())
         except KvasirError as error:
-            await _piece(send, self.form.error_event(error))
+            await _piece(send, self.form.error_event(error, chunks.sent))
         except OSError:
             raise
         except Exception as error:  # noqa: BLE001 - a bug of ours; the status line is sent already
             _log.error("answer.failed error=%s at=%s", type(error).__name__, places(error))
-            await _piece(send, self.form.error_event(Internal("the answer ended by a bug of the gateway")))
+            bug = Internal("the answer ended by a bug of the gateway")
+            await _piece(send, self.form.error_event(bug, chunks.sent))
 
 
 async def _piece(send: Send, text: str) -> None:

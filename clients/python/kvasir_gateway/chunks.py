@@ -14,6 +14,11 @@ class ReplyStream(ABC):
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
 
+    @property
+    def sent(self) -> int:
+        """How many events there were, where an API numbers them."""
+        return 0
+
     @abstractmethod
     def frames(self, event: pb.GenerateResponse) -> str:
         """What an event of the engine becomes."""

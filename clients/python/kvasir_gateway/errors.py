@@ -126,18 +126,21 @@ def ollama(error: KvasirError, request_id: str) -> Refusal:
     return Refusal(http_status(error), {"error": _message(error)}, {"x-request-id": request_id, **_retry_after(error)})
 
 
-def _as_event(shape: Shape, event: str = "") -> Callable[[KvasirError, str], str]:
-    """An error inside a stream that has begun."""
-    return lambda error, request_id: sse(shape(error, request_id).body, event)
+ErrorEvent = Callable[[KvasirError, str, int], str]
+"""An error inside a stream that has begun, of a request, behind so many events."""
 
 
-def _responses_event(error: KvasirError, request_id: str) -> str:
+def _as_event(shape: Shape, event: str = "") -> ErrorEvent:
+    return lambda error, request_id, _: sse(shape(error, request_id).body, event)
+
+
+def _responses_event(error: KvasirError, request_id: str, number: int) -> str:
     said = openai(error, request_id).body["error"]
     told = {name: said[name] for name in ("code", "message", "param")}
-    return sse({"type": "error", "sequence_number": 0, **told}, "error")
+    return sse({"type": "error", "sequence_number": number, **told}, "error")
 
 
-def _ollama_event(error: KvasirError, request_id: str) -> str:
+def _ollama_event(error: KvasirError, request_id: str, _number: int) -> str:
     return json_line(ollama(error, request_id).body)
 
 
@@ -149,7 +152,7 @@ class Api:
 
     error: str
     shape: Shape
-    error_event: Callable[[KvasirError, str], str]
+    error_event: ErrorEvent
     names: Mapping[str, str] | None
     options: str = ""
     stream_type: str = "text/event-stream; charset=utf-8"
@@ -200,10 +203,10 @@ def refused(request: Request, error: KvasirError, request_id: str) -> Response:
     return JSONResponse(refusal.body, refusal.status, dict(refusal.headers))
 
 
-def ended_by(api: Api, request_id: str, error: KvasirError) -> str:
+def ended_by(api: Api, request_id: str, error: KvasirError, number: int = 0) -> str:
     """The event with which a stream ends by this error. The log has its reason, as of a refusal."""
     log_refusal(f"answer.refused request_id={request_id}", http_status(error), error, is_of_stranger=False)
-    return api.error_event(error, request_id)
+    return api.error_event(error, request_id, number)
 
 
 def log_refusal(what: str, status: int, error: KvasirError, *, is_of_stranger: bool) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from kvasir.clients import Reply
 from kvasir.common.v1.message_pb2 import ToolCall
+from kvasir.errors import Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir_gateway.errors import api_of, ended_by
 from kvasir_gateway.openai import response_answers as openai_response_answers
 from kvasir_gateway.openai import responses as openai_responses
 from kvasir_gateway.turn import Asked
@@ -100,6 +102,14 @@ def test_a_stream_has_the_items_of_a_whole_response(text: str, reasoning: str, c
         frames = stream.frames(event)
     last = json.loads(frames.strip().rpartition("data: ")[2])
     assert last["response"] == openai_response_answers.whole(asked, reply, request)
+
+
+def test_an_error_has_the_number_behind_those_of_its_streams_events() -> None:
+    request = openai_responses.ResponsesRequest(model=MODEL, input="?")
+    stream = openai_response_answers.ResponseEvents(Asked(request_id="r", created=0, model=MODEL), request)
+    stream.frames(pb.GenerateResponse(started=pb.Started(model=MODEL)))
+    event = ended_by(api_of("/v1/responses"), "r", Unavailable("the engine ended"), stream.sent)
+    assert json.loads(event.partition("data: ")[2])["sequence_number"] == 2
 
 
 def test_a_long_prefill_sends_events_because_codex_counts_no_comments() -> None:

@@ -38,6 +38,10 @@ class ResponseEvents(Blocks):
         self._number = -1
         self._output: list[Item] = []
 
+    @property
+    def sent(self) -> int:
+        return self._number + 1
+
     def _begin(self) -> str:
         return self._report("response.created") + self._wait()
 

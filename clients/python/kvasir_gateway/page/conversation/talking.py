@@ -247,7 +247,7 @@ def _ended(started: pb.Started, finished: pb.Finished) -> dict[str, Any]:
     return {"notes": notes, "parted": parted, "head": snapshot.version or None}
 
 
-def _broken(error: KvasirError) -> str:
+def _broken(error: KvasirError, _number: int) -> str:
     """A stream's last event, when it breaks."""
     told = error.message if not isinstance(error, Internal) else "the reply ended by a fault; see the logs"
     return sse({"problem": told}, "refused")
