@@ -19,6 +19,7 @@ from kvasir.errors import (
 )
 from kvasir.server.operating.log_errors import StrangersLines
 from kvasir.status import answer_to, to_status
+from kvasir.waits import ANSWER_S
 from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -28,6 +29,8 @@ from kvasir_gateway.turn import AsWritten, json_line, renamed, sse
 _log = logging.getLogger(__name__)
 # Reasons for which a caller must shorten its conversation: to try again would not help.
 _TOO_LONG = ("CONTEXT_EXCEEDED", "MEMORY_EXCEEDED", "PROMPT_TOO_LARGE")
+# gRPC's words for an engine for which nobody answers, as one that was killed and starts again.
+_NOBODY = re.compile(r"failed to connect to all addresses; last error: .*?(?= \(agent '|$)", re.DOTALL)
 _strangers = StrangersLines(time.monotonic)
 
 
@@ -71,7 +74,7 @@ def http_status(error: KvasirError) -> int:
 def _message(error: KvasirError) -> str:
     """A client compacts its history where a refusal has the words of its own service: most of them read no code."""
     if error.reason not in _TOO_LONG or (error.field or "").endswith("max_tokens"):
-        return error.message
+        return _NOBODY.sub("the engine does not answer: it may be starting again", error.message)
     given, most = (error.metadata.get(name) for name in ("prompt_tokens", "context_tokens"))
     if given is None or most is None:
         return f"{error.message}: prompt is too long"
@@ -245,6 +248,9 @@ def _path(location: tuple[int | str, ...]) -> str:
 
 def _retry_after(error: KvasirError) -> dict[str, str]:
     may_pass = error.reason not in _TOO_LONG and isinstance(error, Unavailable | ResourceExhausted | PermissionDenied)
-    if error.retry_after_s is None or not may_pass:
+    is_away = isinstance(error, Unavailable) and error.reason == Unavailable.reason  # its own refusals have a time
+    # Without a time OpenAI's and Anthropic's SDKs give up after a second and a half; an engine needs longer to start.
+    wait_s = ANSWER_S if is_away and error.retry_after_s is None else error.retry_after_s
+    if wait_s is None or not may_pass:
         return {}
-    return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
+    return {"retry-after": str(max(1, math.ceil(wait_s)))}

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from kvasir.errors import InvalidArgument, ResourceExhausted
+from kvasir.errors import InvalidArgument, ResourceExhausted, Unavailable
 from kvasir_gateway.anthropic_messages import MessagesRequest
 from kvasir_gateway.errors import api_of, malformed
 from kvasir_gateway.openai.chat import ChatRequest
@@ -102,6 +102,20 @@ def test_a_prompt_that_no_memory_holds_is_not_tried_again(path: str) -> None:
     refusal = api_of(path).shape(error, "r")
     assert (refusal.status, "retry-after" in refusal.headers) == (400, False)
     assert f"{text}: prompt is too long" in json.dumps(refusal.body)
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, OLLAMA])
+def test_an_engine_that_is_away_is_tried_again_when_it_may_be_back(path: str) -> None:
+    """An SDK that is given no time gives up before a killed engine has started again."""
+    of_grpc = "failed to connect to all addresses; last error: FAILED_PRECONDITION: unix:/home/ada/x.sock: refused"
+    refusal = api_of(path).shape(Unavailable(f"{of_grpc} (agent 'ada': version 3 is kept)"), "r")
+    assert refusal.headers["retry-after"] == "5"
+    said = json.dumps(refusal.body)
+    assert "the engine does not answer: it may be starting again (agent 'ada': version 3 is kept)" in said
+    assert "/home/ada" not in said
+    cut = api_of(path).shape(Unavailable("Stream removed (Socket closed)"), "r")
+    assert cut.headers["retry-after"] == "5"
+    assert "retry-after" not in api_of(path).shape(Unavailable("no model", reason="MODEL_NOT_LOADED"), "r").headers
 
 
 def test_retry_after_is_rounded_up_to_whole_seconds() -> None:
