@@ -170,6 +170,7 @@ class Gateway:
         previous = None
         if asked.previous_response_id is not None:
             previous = openai_responses.place_of(asked.previous_response_id)
+            asked.follows(previous, is_append=heads.appends(call.request))
         wanted = {*places.values(), *([previous] if previous is not None else ())}
         said = await call.caller.records.said_until(wanted, self._around.turns.digests_of) if wanted else {}
         for number, place in places.items():

@@ -259,6 +259,11 @@ def test_a_response_behind_an_append_with_instructions_keeps_the_agents_own(fron
     appended, _ = goes_on("Hello?", instructions="Be brief.", extra_headers=append)
     assert goes_on("And now?", previous_response_id=appended)[1] == "You are Bob."
     assert goes_on("And now?", previous_response_id=appended, instructions="Be kind.")[1] == "Be kind."
+    plain, _ = goes_on("And?", previous_response_id=appended, extra_headers=append)
+    goes_on("And?", previous_response_id=plain, instructions="Be glad.")
+    with front.house.client(front.keys["ada"]) as engine:
+        said = manifest.parse(engine.get_snapshot(agent)[1]).messages
+    assert [each.content for each in said if each.role == "system"] == ["Be glad."]
 
 
 def test_append_gives_a_new_agent_all_messages_and_an_old_one_the_newest_without_a_store(front: Front) -> None:

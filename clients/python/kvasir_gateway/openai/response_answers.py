@@ -125,7 +125,7 @@ def _response(
     if request.text is not None and request.text.format is not None:
         text_format = request.text.format.model_dump(by_alias=True, exclude_none=True)
     return {
-        "id": f"resp_{int(bool(request.instructions))}{_names(asked)}",
+        "id": f"resp_{int(request.has_instructions)}{_names(asked)}",
         "object": "response",
         "created_at": asked.created,
         "status": "in_progress" if finished is None else "incomplete" if is_cut else "completed",

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Le, MaxLen, MinLen
 from kvasir.errors import InvalidArgument, NotFound
 from kvasir.inference.v1 import inference_pb2 as pb
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from kvasir_gateway import turn as turns
 from kvasir_gateway.openai.chat import StreamOptions, offered, schema_text
@@ -123,6 +123,16 @@ class ResponsesRequest(turns.Body):
     safety_identifier: str | None = None
     speculation: turns.Speculation | None = None
     client_metadata: turns.FreeObject | None = Field(None, description="Accepted: it is the client's own.")
+    _appends_to_instructions: bool = PrivateAttr(False)
+
+    def follows(self, previous: turns.Place, *, is_append: bool) -> None:
+        """An append leaves the instructions where they are that the previous response's messages begin with."""
+        self._appends_to_instructions = is_append and previous.had_instructions
+
+    @property
+    def has_instructions(self) -> bool:
+        """Whether instructions begin its messages."""
+        return bool(self.instructions) or self._appends_to_instructions
 
     def turn(self, reading: Reading, before: Sequence[turns.Said] = ()) -> turns.Turn:
         """The engine's request; `before`: the messages until the previous response. Raises InvalidArgument."""
