@@ -306,19 +306,15 @@ async def _last(events: AsyncIterator[Event]) -> Event:
 
 
 @pytest.mark.long(4)
-def test_a_turn_that_breaks_is_asked_for_again_and_that_is_told(house: House, reference: dict[int, str]) -> None:
+async def test_a_turn_that_breaks_is_asked_for_again_and_that_is_told(house: House, reference: dict[int, str]) -> None:
     scenario, events = named("breaks"), []
-
-    async def through_a_death() -> None:
-        async with AioInferenceClient.connect(house.engine.address) as client:
-            async for event in run(scenario, EngineMemory(client), retries=Retries(times=20, wait_s=0.2)):
-                events.append(event)
-                if isinstance(event, TurnDone) and len(words(events)) == 2:
-                    house.engine.kill()
-                if isinstance(event, TurnRetried) and not house.engine.is_running:
-                    house.engine.start()
-
-    asyncio.run(through_a_death())
+    async with AioInferenceClient.connect(house.engine.address) as client:
+        async for event in run(scenario, EngineMemory(client), retries=Retries(times=20, wait_s=0.2)):
+            events.append(event)
+            if isinstance(event, TurnDone) and len(words(events)) == 2:
+                house.engine.kill()
+            if isinstance(event, TurnRetried) and not house.engine.is_running:
+                house.engine.start()
     assert any(isinstance(event, TurnRetried) for event in events)
     assert words(events) == reference
 

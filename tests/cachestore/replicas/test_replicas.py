@@ -350,7 +350,7 @@ def test_one_store_does_a_work_until_it_ends_or_is_silent(stores: tuple[Lab, Sto
     assert a.jobs.has("collection")
 
 
-def test_a_work_ends_where_another_store_took_it(
+async def test_a_work_ends_where_another_store_took_it(
     stores: tuple[Lab, Store, Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab, a, b = stores
@@ -370,24 +370,21 @@ def test_a_work_ends_where_another_store_took_it(
             while not is_so():  # noqa: ASYNC110  on threads
                 await asyncio.sleep(0.01)
 
-    async def live() -> None:
-        with closing(StoreThreads()) as threads:
-            tasks = [
-                asyncio.create_task(jobs.while_ours(store.jobs, threads, "scrub", partial(work, name)))
-                for name, store in (("a", a), ("b", b))
-            ]
-            await until(lambda: bool(going))
-            [first] = going
-            tasks[first == "b"].cancel()  # it stops to say that it goes on
-            await until(lambda: not going)
-            lab.clock.pass_s(SILENCE_S)
-            await until(lambda: going == ({"a", "b"} - {first}))
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        assert not going
-
-    asyncio.run(live())
+    with closing(StoreThreads()) as threads:
+        tasks = [
+            asyncio.create_task(jobs.while_ours(store.jobs, threads, "scrub", partial(work, name)))
+            for name, store in (("a", a), ("b", b))
+        ]
+        await until(lambda: bool(going))
+        [first] = going
+        tasks[first == "b"].cancel()  # it stops to say that it goes on
+        await until(lambda: not going)
+        lab.clock.pass_s(SILENCE_S)
+        await until(lambda: going == ({"a", "b"} - {first}))
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert not going
 
 
 def test_no_agent_expires_early_where_another_machine_collects_from_now_on(

@@ -308,7 +308,7 @@ def test_thousands_of_silent_connections_change_nothing_for_a_key_holder(
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_a_connection_on_which_no_request_comes_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_on_which_no_request_comes_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that has begun a request, before its first answer or after, is no better; one that is answered late is."""
     monkeypatch.setattr(connections, "SILENCE_S", 0.2)
 
@@ -326,13 +326,12 @@ def test_a_connection_on_which_no_request_comes_is_closed(monkeypatch: pytest.Mo
         writer.close()
         return answer
 
-    async def answers() -> list[bytes]:
-        async with connections_to(app) as (port, _state):
-            whole = asked + b"\r\n"
-            sent = (b"", asked, whole, whole + asked, whole + whole)
-            return await asyncio.gather(*(answer_to(each, port) for each in sent))
-
-    assert [answer.count(b"HTTP/1.1 204") for answer in asyncio.run(answers())] == [0, 0, 1, 1, 2]
+    async with connections_to(app) as (port, _state):
+        whole = asked + b"\r\n"
+        sent = (b"", asked, whole, whole + asked, whole + whole)
+        assert [
+            answer.count(b"HTTP/1.1 204") for answer in await asyncio.gather(*(answer_to(each, port) for each in sent))
+        ] == [0, 0, 1, 1, 2]
 
 
 @pytest.mark.long(6)

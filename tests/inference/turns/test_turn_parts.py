@@ -12,7 +12,7 @@ from kvasir import errors
 from kvasir.cachestore.v1 import cachestore_pb2, manifest_pb2
 from kvasir.formats.digest import Digest
 
-from inference_svc.engine.api import AgentKey, Event, Prefilled, SamplingParams
+from inference_svc.engine.api import AgentKey, Prefilled, SamplingParams
 from inference_svc.memory.agent_memory import AgentMemory, Publication, StoredFiles, from_manifest
 from inference_svc.memory.lines.line_states import Stage, Standing
 from inference_svc.memory.lines.lines import Lines
@@ -368,32 +368,28 @@ def test_a_reader_gets_what_was_put_before_the_error() -> None:
     assert asyncio.run(failing()) == [TurnDelta("a", (1,))]
 
 
-def test_a_step_of_many_turns_wakes_the_loop_once_and_keeps_each_turns_order() -> None:
-    async def handing_over() -> tuple[int, dict[int, list[Event]]]:
-        loop, wakes = asyncio.get_running_loop(), 0
-        real = loop.call_soon_threadsafe
+async def test_a_step_of_many_turns_wakes_the_loop_once_and_keeps_each_turns_order() -> None:
+    loop, wakes = asyncio.get_running_loop(), 0
+    real = loop.call_soon_threadsafe
 
-        def counted(*given: object) -> object:
-            nonlocal wakes
-            wakes += 1
-            return real(*given)  # type: ignore[arg-type]
+    def counted(*given: object) -> object:
+        nonlocal wakes
+        wakes += 1
+        return real(*given)  # type: ignore[arg-type]
 
-        loop.call_soon_threadsafe = counted  # type: ignore[method-assign, assignment]
-        handoff, heard = HandOff(loop), {number: [] for number in range(32)}
+    loop.call_soon_threadsafe = counted  # type: ignore[method-assign, assignment]
+    handoff, heard = HandOff(loop), {number: [] for number in range(32)}
 
-        def step() -> None:
-            for done in range(3):
-                for number in range(32):
-                    handoff.send(heard[number].extend, [Prefilled(done, 3)])
+    def step() -> None:
+        for done in range(3):
+            for number in range(32):
+                handoff.send(heard[number].extend, [Prefilled(done, 3)])
 
-        thread = threading.Thread(target=step)
-        thread.start()
-        thread.join()  # blocks the loop, as a busy one is
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        return wakes, heard
-
-    wakes, heard = asyncio.run(handing_over())
+    thread = threading.Thread(target=step)
+    thread.start()
+    thread.join()  # blocks the loop, as a busy one is
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
     assert wakes == 1
     assert all(events == [Prefilled(done, 3) for done in range(3)] for events in heard.values())
 

@@ -86,18 +86,7 @@ async def test_a_call_keeps_the_room_of_its_message_until_it_is_answered_and_its
     assert answering.held_units == 0
 
 
-def test_many_credentials_of_one_namespace_keep_no_other_from_its_place() -> None:
-    async def scene() -> None:
-        edge = Authentication(None, {}, 2 << 20)
-        silent = [asyncio.create_task(called(edge, Principal(f"a{n}", "a", frozenset()), half())) for n in range(50)]
-        await asyncio.sleep(0.01)
-        async with asyncio.timeout(60):
-            assert await called(edge, Principal("b", "b", frozenset()), these("here")) == "here"
-        for task in silent:
-            task.cancel()
-        await asyncio.gather(*silent, return_exceptions=True)
-        assert edge.arriving_alone.held_units == edge.answering.held_units == 0
-
+async def test_many_credentials_of_one_namespace_keep_no_other_from_its_place() -> None:
     async def half() -> AsyncIterator[object]:
         await asyncio.Event().wait()
         yield "never"
@@ -107,31 +96,23 @@ def test_many_credentials_of_one_namespace_keep_no_other_from_its_place() -> Non
         async with edge._begun(requests) as request:
             return request
 
-    asyncio.run(scene())
+    edge = Authentication(None, {}, 2 << 20)
+    silent = [asyncio.create_task(called(edge, Principal(f"a{n}", "a", frozenset()), half())) for n in range(50)]
+    await asyncio.sleep(0.01)
+    async with asyncio.timeout(60):
+        assert await called(edge, Principal("b", "b", frozenset()), these("here")) == "here"
+    for task in silent:
+        task.cancel()
+    await asyncio.gather(*silent, return_exceptions=True)
+    assert edge.arriving_alone.held_units == edge.answering.held_units == 0
 
 
 @pytest.mark.parametrize("lasting_s", [60.0, 0.001])
-def test_of_a_namespace_two_calls_are_answered_at_once_while_another_was_here_and_those_that_last(
+async def test_of_a_namespace_two_calls_are_answered_at_once_while_another_was_here_and_those_that_last(
     monkeypatch: pytest.MonkeyPatch, lasting_s: float
 ) -> None:
     monkeypatch.setattr(interceptors, "LOOK_S", lasting_s)
     monkeypatch.setattr(interceptors, "QUICK_A_SECOND", 1e9)
-
-    async def scene() -> None:
-        edge = Authentication(None, {}, 2 << 20)
-        await called(edge, "b", None)
-        go_on = asyncio.Event()
-        crowd = [asyncio.create_task(called(edge, "a", go_on)) for _ in range(3)]
-        await asyncio.sleep(0.01)
-        if lasting_s < 1:
-            async with asyncio.timeout(20):
-                while len(answered) < 4 or edge.answering.held("a"):  # noqa: ASYNC110  by other tasks
-                    await asyncio.sleep(0.005)
-        assert (edge.answering.held("a"), answered) == ((2, ["b", "a", "a"]) if lasting_s > 1 else (0, ["b", *"aaa"]))
-        go_on.set()
-        await asyncio.wait_for(asyncio.gather(*crowd), 20)
-        assert edge.answering.held_units == 0
-
     answered: list[str] = []
 
     async def called(edge: Authentication, namespace: str, go_on: asyncio.Event | None) -> None:
@@ -141,29 +122,27 @@ def test_of_a_namespace_two_calls_are_answered_at_once_while_another_was_here_an
             if go_on is not None:
                 await go_on.wait()
 
-    asyncio.run(scene())
+    edge = Authentication(None, {}, 2 << 20)
+    await called(edge, "b", None)
+    go_on = asyncio.Event()
+    crowd = [asyncio.create_task(called(edge, "a", go_on)) for _ in range(3)]
+    await asyncio.sleep(0.01)
+    if lasting_s < 1:
+        async with asyncio.timeout(20):
+            while len(answered) < 4 or edge.answering.held("a"):  # noqa: ASYNC110  by other tasks
+                await asyncio.sleep(0.005)
+    assert (edge.answering.held("a"), answered) == ((2, ["b", "a", "a"]) if lasting_s > 1 else (0, ["b", *"aaa"]))
+    go_on.set()
+    await asyncio.wait_for(asyncio.gather(*crowd), 20)
+    assert edge.answering.held_units == 0
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_quick_call_keeps_its_place_for_a_moment_while_another_namespace_was_here(
+async def test_a_quick_call_keeps_its_place_for_a_moment_while_another_namespace_was_here(
     monkeypatch: pytest.MonkeyPatch, is_stream: bool
 ) -> None:
     """However it ends. So a namespace has few calls a second beside others, and alone as many as it can."""
     monkeypatch.setattr(interceptors, "QUICK_A_SECOND", 40)
-
-    async def scene() -> None:
-        edge = Authentication(None, {}, 2 << 20)
-        for _ in range(40):
-            await called(edge, "a", is_refused=True)
-            assert edge.answering.held("a") == 0, "nobody else is here"
-        await called(edge, "b")
-        began_s = time.monotonic()
-        await called(edge, "a", is_refused=True)
-        await asyncio.gather(*(called(edge, "a") for _ in range(8)))
-        assert time.monotonic() - began_s > 0.19, "nine calls in two places"
-        async with asyncio.timeout(20):
-            while edge.answering.held_units:  # noqa: ASYNC110  by timers
-                await asyncio.sleep(0.005)
 
     async def called(edge: Authentication, namespace: str, *, is_refused: bool = False) -> None:
         interceptors._principal.set(Principal(namespace, namespace, frozenset()))
@@ -173,7 +152,18 @@ def test_a_quick_call_keeps_its_place_for_a_moment_while_another_namespace_was_h
                 if is_refused:
                     raise NotFound("no such blob")
 
-    asyncio.run(scene())
+    edge = Authentication(None, {}, 2 << 20)
+    for _ in range(40):
+        await called(edge, "a", is_refused=True)
+        assert edge.answering.held("a") == 0, "nobody else is here"
+    await called(edge, "b")
+    began_s = time.monotonic()
+    await called(edge, "a", is_refused=True)
+    await asyncio.gather(*(called(edge, "a") for _ in range(8)))
+    assert time.monotonic() - began_s > 0.19, "nine calls in two places"
+    async with asyncio.timeout(20):
+        while edge.answering.held_units:  # noqa: ASYNC110  by timers
+            await asyncio.sleep(0.005)
 
 
 async def test_the_wait_for_room_counts_into_the_time_of_the_first_message() -> None:

@@ -162,7 +162,7 @@ def pieces(data: bytes) -> list[tuple[int, bytes]]:
     return [(start, data[start : start + MIB]) for start in range(0, len(data), MIB)]
 
 
-def test_frames_are_taken_while_the_disk_writes_but_only_a_few_mebibytes(tmp_path: Path) -> None:
+async def test_frames_are_taken_while_the_disk_writes_but_only_a_few_mebibytes(tmp_path: Path) -> None:
     [(digest, data)] = SyntheticAgent(LARGE, 1).turn(256).new_blobs.items()
     disk = WaitingDisk("open")
     threads = StoreThreads(4)
@@ -178,19 +178,16 @@ def test_frames_are_taken_while_the_disk_writes_but_only_a_few_mebibytes(tmp_pat
                 taken.append(offset)
             await intake.end()
 
-    async def test() -> None:
-        with Lab(tmp_path / "data").open(disk) as store:
-            intake = BlobIntake(AioStore(store, threads), NS)
-            sending = asyncio.create_task(send(intake))
-            await asyncio.to_thread(disk.arrived.wait, 20)
-            await asyncio.sleep(0.05)
-            assert len(taken) == 4
-            disk.go_on.set()
-            await asyncio.wait_for(sending, 20)
-            assert intake.outcomes.get_nowait() == Stored(digest, existed=False)
-            assert bytes(store.blobs.read(NS, digest)) == data
-
-    asyncio.run(test())
+    with Lab(tmp_path / "data").open(disk) as store:
+        intake = BlobIntake(AioStore(store, threads), NS)
+        sending = asyncio.create_task(send(intake))
+        await asyncio.to_thread(disk.arrived.wait, 20)
+        await asyncio.sleep(0.05)
+        assert len(taken) == 4
+        disk.go_on.set()
+        await asyncio.wait_for(sending, 20)
+        assert intake.outcomes.get_nowait() == Stored(digest, existed=False)
+        assert bytes(store.blobs.read(NS, digest)) == data
     threads.close()
 
 

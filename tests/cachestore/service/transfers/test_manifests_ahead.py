@@ -125,13 +125,15 @@ async def test_a_manifest_that_is_damaged_after_it_was_read_ahead_is_not_committ
 
 
 @pytest.mark.parametrize("wrong", ["missing", "no manifest"])
-def test_a_manifest_that_cannot_be_read_ahead_is_refused_by_its_commit_in_the_same_words(wrong: str, lab: Lab) -> None:
+async def test_a_manifest_that_cannot_be_read_ahead_is_refused_by_its_commit_in_the_same_words(
+    wrong: str, lab: Lab
+) -> None:
     async def refusal(scene: Scene, digest: Digest) -> tuple[str, str]:
         with pytest.raises(KvasirError) as refused:
             await scene.commit(digest)
         return refused.value.reason, refused.value.message
 
-    async def test(store: Store) -> None:
+    with lab.open() as store:
         async with scene_of(store) as scene:
             snapshot = stored(store)
             digest = Digest.of(b"nobody wrote it") if wrong == "missing" else snapshot.digests[0]
@@ -139,9 +141,6 @@ def test_a_manifest_that_cannot_be_read_ahead_is_refused_by_its_commit_in_the_sa
             scene.ahead.begin(NS, digest)
             assert await refusal(scene, digest) == expected
             assert scene.room.room.held_units == 0
-
-    with lab.open() as store:
-        asyncio.run(test(store))
 
 
 async def test_a_manifest_that_nobody_commits_gives_its_room_back(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,7 +128,7 @@ class HoldingDisk(Disk):
         return data
 
 
-def test_a_reader_who_leaves_while_a_failed_read_ends_keeps_no_room(tmp_path: Path) -> None:
+async def test_a_reader_who_leaves_while_a_failed_read_ends_keeps_no_room(tmp_path: Path) -> None:
     """What was read ahead is still on its way then. The room is all readers': each such reader took some for good."""
     turn, disk, room = SyntheticAgent(WIDE, 1).turn(512), HoldingDisk(), SharedRoom(64 * MIB)
     lost, _ = turn.digests
@@ -137,29 +137,27 @@ def test_a_reader_who_leaves_while_a_failed_read_ends_keeps_no_room(tmp_path: Pa
         async with source:
             await source.next_piece()
 
-    async def test(store: Store) -> None:
-        threads = StoreThreads()
-        source = BlobReader(AioStore(store, threads), room).open(NS, turn.digests)
-        reading = asyncio.create_task(read(source))
-        try:
-            assert await asyncio.to_thread(disk.holds.wait, 20)
-            while source._ahead:  # noqa: ASYNC110  another task ends it
-                await asyncio.sleep(0.01)
-            reading.cancel()
-            await asyncio.sleep(0.05)
-            assert room.held_units
-        finally:
-            disk.may_end.set()
-            threads.close()
-        with pytest.raises(asyncio.CancelledError):
-            await reading
-        assert room.held_units == 0
-
     lab = Lab(tmp_path / "data")
     with lab.open(disk) as store:
         write_all(store, turn.new_blobs)
         lab.file_of(lost).unlink()
-        asyncio.run(asyncio.wait_for(test(store), 40))
+        async with asyncio.timeout(40):
+            threads = StoreThreads()
+            source = BlobReader(AioStore(store, threads), room).open(NS, turn.digests)
+            reading = asyncio.create_task(read(source))
+            try:
+                assert await asyncio.to_thread(disk.holds.wait, 20)
+                while source._ahead:  # noqa: ASYNC110  another task ends it
+                    await asyncio.sleep(0.01)
+                reading.cancel()
+                await asyncio.sleep(0.05)
+                assert room.held_units
+            finally:
+                disk.may_end.set()
+                threads.close()
+            with pytest.raises(asyncio.CancelledError):
+                await reading
+            assert room.held_units == 0
 
 
 async def test_groups_of_small_blobs_are_read_ahead_side_by_side(tmp_path: Path) -> None:
@@ -213,25 +211,23 @@ async def test_who_takes_no_acknowledgements_is_given_up(tmp_path: Path) -> None
                 assert from_rpc_error(caught.value).reason == "READER_STALLED"
 
 
-def test_a_namespaces_blobs_are_verified_for_one_caller_at_a_time(tmp_path: Path) -> None:
+async def test_a_namespaces_blobs_are_verified_for_one_caller_at_a_time(tmp_path: Path) -> None:
     turn = SyntheticAgent(SMALL, 4).turn(256)
 
     async def checked(stub: Any) -> list[int]:
         """Of a call that is read to its end: only then its place is free for certain."""
         return [each.blobs_checked async for each in stub.VerifyBlobs(pb.VerifyBlobsRequest())]
 
-    async def test(store: Store) -> None:
-        async with served(tmp_path, store, MIB) as stub:
-            results = await asyncio.gather(*(checked(stub) for _ in range(4)), return_exceptions=True)
-            refused = [from_rpc_error(each) for each in results if isinstance(each, grpc.aio.AioRpcError)]
-            assert 1 <= len(refused) < 4
-            assert {error.reason for error in refused} == {"VERIFY_RUNNING"}
-            async with asyncio.timeout(30):
-                assert await checked(stub) == [1]
-
     with Lab(tmp_path / "data").open() as store:
         write_all(store, turn.new_blobs)
-        asyncio.run(asyncio.wait_for(test(store), 40))
+        async with asyncio.timeout(40):
+            async with served(tmp_path, store, MIB) as stub:
+                results = await asyncio.gather(*(checked(stub) for _ in range(4)), return_exceptions=True)
+                refused = [from_rpc_error(each) for each in results if isinstance(each, grpc.aio.AioRpcError)]
+                assert 1 <= len(refused) < 4
+                assert {error.reason for error in refused} == {"VERIFY_RUNNING"}
+                async with asyncio.timeout(30):
+                    assert await checked(stub) == [1]
 
 
 async def test_a_digest_that_claims_bytes_takes_no_room_for_them(tmp_path: Path) -> None:
@@ -287,7 +283,7 @@ async def test_one_namespaces_readers_leave_room_for_another(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("budget_mib", "many"), [(16, 1), (48, 2)])  # two MiB more each, of three parts of an eighth
-def test_large_messages_take_a_part_of_the_budget_and_other_readers_have_small_ones(
+async def test_large_messages_take_a_part_of_the_budget_and_other_readers_have_small_ones(
     tmp_path: Path, budget_mib: int, many: int
 ) -> None:
     """A stalled reader keeps its message, so not all may have large ones."""
@@ -297,22 +293,20 @@ def test_large_messages_take_a_part_of_the_budget_and_other_readers_have_small_o
     async def sizes(source: BlobSource) -> list[int]:
         return [len(piece.data) for piece in await source.next_pieces(MAX_FRAMES)]
 
-    async def test(store: Store) -> None:
-        threads = StoreThreads()
-        reader = BlobReader(AioStore(store, threads), SharedRoom(budget_mib * MIB))
-        async with AsyncExitStack() as stack:
-            *first, last = [await stack.enter_async_context(reader.open(NS, [digest])) for digest in turn.digests]
-            for source in first[:many]:
-                assert await sizes(source) == large
-            assert await sizes(last) == [MIB]  # the others' messages are on their way
-            await first[0].__aexit__()
-            assert await sizes(last) == large
-            left_bytes = turn.digests[-1].size_bytes - 4 * MIB
-            assert await sizes(last) == [left_bytes]
-            assert await sizes(last) == []
-        assert reader._more.held_units == 0
-        threads.close()
-
     with Lab(tmp_path / "data").open() as store:
         write_all(store, turn.new_blobs)
-        asyncio.run(asyncio.wait_for(test(store), 40))
+        async with asyncio.timeout(40):
+            threads = StoreThreads()
+            reader = BlobReader(AioStore(store, threads), SharedRoom(budget_mib * MIB))
+            async with AsyncExitStack() as stack:
+                *first, last = [await stack.enter_async_context(reader.open(NS, [digest])) for digest in turn.digests]
+                for source in first[:many]:
+                    assert await sizes(source) == large
+                assert await sizes(last) == [MIB]  # the others' messages are on their way
+                await first[0].__aexit__()
+                assert await sizes(last) == large
+                left_bytes = turn.digests[-1].size_bytes - 4 * MIB
+                assert await sizes(last) == [left_bytes]
+                assert await sizes(last) == []
+            assert reader._more.held_units == 0
+            threads.close()

@@ -166,7 +166,7 @@ def test_a_turn_that_ends_while_its_files_come_back_leaves_nothing_held(house: H
     run(house, work)
 
 
-def test_only_a_turn_whose_agent_loses_nothing_by_it_may_be_preempted() -> None:
+async def test_only_a_turn_whose_agent_loses_nothing_by_it_may_be_preempted() -> None:
     """The hot memory that it extends goes with its rows: the store must have all of it."""
 
     stored, unstored = Standing(NO_HEAD, Stage.STORED), Standing(NO_HEAD)
@@ -179,16 +179,13 @@ def test_only_a_turn_whose_agent_loses_nothing_by_it_may_be_preempted() -> None:
             reuse,
         )
 
-    async def being_published() -> Publication:
-        publication = Publication(stored)
-        publication.task = cast("Any", asyncio.get_running_loop().create_future())
-        return publication
-
     assert may_wait(Cold(), None)
     assert not may_be_preempted(None, None, Cold())
     assert not may_wait(Cold(), None, is_reachable=False)
     assert may_wait(Hot(5), Publication(stored))
     assert may_wait(Cold(), Publication(unstored))
     assert not may_wait(Hot(5), Publication(unstored))
-    assert not may_wait(Hot(5), asyncio.run(being_published()))
+    publication = Publication(stored)
+    publication.task = cast("Any", asyncio.get_running_loop().create_future())
+    assert not may_wait(Hot(5), publication)
     assert not may_wait(Hot(5), Publication(stored), is_reachable=False)
