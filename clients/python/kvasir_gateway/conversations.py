@@ -138,17 +138,29 @@ class Conversations:
         """The agent that a turn with these messages shall extend: found, forked, or new. It is busy from now on."""
         name, opening = f"{PREFIX}{chain.opening}/{self._new_name()}", (namespace, chain.points[0].alike)
         found = self._tip(namespace, chain) or await self._stored_tip(chain, messages, records)
+        cut = await self._cut(opening, chain, messages, records) if found is None else ""
         if found is not None:
             if found.is_newest and (namespace, found.agent_id) not in self._busy:
                 name = found.agent_id
             elif version := await _fork(found, name, records):
                 self.forks[namespace, name] = records, version
-        elif (cut := self.cut.get(opening, "")) and (namespace, cut) not in self._busy:
+        elif cut and self.cut.get(opening) == cut and (namespace, cut) not in self._busy:
             name = cut
         else:
             self._begun[namespace, name] = opening
         self._busy.add((namespace, name))
         return name
+
+    async def _cut(
+        self, opening: tuple[str, str], chain: Chain, messages: Sequence[Said], records: AgentRecords
+    ) -> str:
+        """The agent in `cut`; none if its name was used to go on with it: that memory is no other turn's."""
+        if agent_id := self.cut.get(opening, ""):
+            remembered = await records.messages(agent_id)
+            if not await records.beside(partial(_begin_so, messages, remembered, is_exact=chain.is_exact)):
+                self.cut.pop(opening, None)
+                return ""
+        return agent_id
 
     async def agent_behind(self, namespace: str, chain: Chain, messages: Sequence[Said], records: AgentRecords) -> str:
         """The agent that remembers the conversation so far, for a turn that changes nothing of it; else nothing."""
@@ -397,6 +409,13 @@ def _tip_among(
         best, _, is_whole = _most_in_common(at_a_time, at_any_time(messages))
     # A memory that went on otherwise is forked, and the fork is cut by the engine.
     return Tip(best.agent_id, 0, is_whole) if best is not None else None
+
+
+def _begin_so(messages: Sequence[Said], remembered: Sequence[Said], *, is_exact: bool) -> bool:
+    """Whether the messages begin with all that is remembered. In any thread."""
+    if not is_exact:
+        messages, remembered = at_any_time(messages), at_any_time(remembered)
+    return common_messages(messages, remembered) == len(remembered)
 
 
 def _most_in_common(

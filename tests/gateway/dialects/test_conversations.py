@@ -268,6 +268,21 @@ def test_a_first_turn_without_an_answer_begins_again_in_its_agent() -> None:
     assert begun() != left, "it has an answer now"
 
 
+def test_an_agent_whose_interrupted_first_turn_went_on_by_its_name_is_left_alone() -> None:
+    talk, opening = Talk(conversations(), Records()), (user("Hello"),)
+
+    def begun() -> str:
+        return asyncio.run(talk.known.agent_for("n", talk.known.chain(opening, ""), opening, talk.records))
+
+    left = begun()
+    talk.records.remembered[left] = opening
+    talk.known.left("n", left)
+    assert begun() == left
+    talk.known.left("n", left)
+    talk.records.remembered[left] = (*opening, reply("Hi, and"), user("as on the page"))
+    assert begun() != left
+
+
 @pytest.mark.parametrize("is_answered", [True, False])
 def test_a_fork_stays_only_if_its_turn_was_answered(*, is_answered: bool) -> None:
     talk = Talk(conversations(), Records())
