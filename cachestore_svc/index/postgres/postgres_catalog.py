@@ -237,7 +237,8 @@ class PostgresCatalog(Catalog):
     def _write(self, connection: Session, operations: list[Operation], more: Iterable[Operation] = ()) -> None:
         """As a group; alone where the group sank for a reason that is not the server's or another transaction's."""
         failure: BaseException
-        self._under_way = operations
+        if not _unanswered(self._under_way):  # or they are some of a group that sank
+            self._under_way = operations
         tries_left = 1 if self._is_down else _TRIES
         while tries_left > 0:
             try:
@@ -258,8 +259,8 @@ class PostgresCatalog(Catalog):
                         break
                     continue
                 if len(operations) > 1:
-                    for operation in _unanswered(operations):
-                        self._write(connection, [operation])
+                    while left := _unanswered(operations):
+                        self._write(connection, left[:1])
                     return
                 break
             self._is_down = False

@@ -175,6 +175,34 @@ def test_a_commit_that_is_long_in_doubt_is_refused_and_not_done_again(
         assert (took_effect, count) == (([1, 2], 3) if arrives else ([], 1))
 
 
+def test_the_others_of_a_group_that_sank_are_refused_with_one_that_is_long_in_doubt(
+    postgres: PostgresServer,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(postgres_catalog, "_TRIES", 2)
+
+    def sink(change: CatalogChange) -> None:
+        change.later(_WRONG, hash="no such namespace")
+
+    with (
+        closing(CommitCutter(postgres.port)) as cutter,
+        catalog_on(postgres.url(postgres.new_database(), cutter.own_port)) as catalog,
+    ):
+        cutter.refusals = 8
+        cutter.cut_next(arrives=True)
+        group: list[Future[Any]] = []
+        group.append(
+            catalog.write_later(
+                *(HOUSE, add_one),
+                lambda: group.extend(catalog.write_later(HOUSE, each) for each in (sink, add_one)),
+            )
+        )
+        for each in group:
+            with pytest.raises(Unavailable, match="may have taken effect"):
+                each.result(30)
+        assert cutter.refusals > 0, "before the server is back"
+
+
 _WRONG = "INSERT INTO blobs (namespace_id, hash) VALUES (0, :hash)"
 
 
