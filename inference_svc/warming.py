@@ -90,9 +90,7 @@ async def warm_up_while_idle(engine: Engine, is_idle: Callable[[], bool], clock:
     took_s = await _run_while_idle(engine, [(cell, 1)], is_idle, clock)
     count = int(1 / max(took_s, LOOK_S))
     await _run_while_idle(engine, _crowd(engine)[:count], is_idle, clock)
-    if _rounds_rows(
-        engine
-    ):  # CUDA's attention plans each depth of a whole cell, 40 to 80 ms the first time in a process
+    if engine.device == "cuda":  # its attention plans each depth of a whole cell: 40 to 80 ms once in a process
         longest = engine.model.context_tokens - 1
         await _run_while_idle(engine, [(min(_LONG_PROMPT, longest), 1)], is_idle, clock)
 

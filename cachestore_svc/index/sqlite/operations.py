@@ -63,8 +63,9 @@ class Catalog:
         return answer
 
     def write(self, namespace: str, work: Callable[[CatalogChange], _Answer], *, frees_space: bool = False) -> _Answer:
-        """The answer of `work`, once it is durable. All of it took effect, or, when this raises, nothing. `work` may
-        run twice, so it touches nothing else. `frees_space` lets it use the ballast of a full disk.
+        """The answer of `work`, once it is durable. All of it took effect, or, when this raises, nothing; either one
+        where a server or bucket did not answer at the commit (INDEX_FAILED, CLOSED). `work` may run twice, so it
+        touches nothing else. `frees_space` lets it use the ballast of a full disk.
         """
         operation = Operation(namespace, work, is_write=True, frees_space=frees_space)
         answer: _Answer = self._submit(operation).result()
