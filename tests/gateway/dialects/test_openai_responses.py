@@ -1,7 +1,11 @@
 """OpenAI's responses and completions through the openai SDK, unmodified but for base_url."""
 
+import asyncio
 import base64
 import json
+from collections.abc import AsyncGenerator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +13,7 @@ from kvasir.clients import Reply
 from kvasir.common.v1.message_pb2 import ToolCall
 from kvasir.errors import Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir_gateway.answering import EventStream, StreamForm
 from kvasir_gateway.errors import api_of, ended_by
 from kvasir_gateway.openai import response_answers as openai_response_answers
 from kvasir_gateway.openai import responses as openai_responses
@@ -104,12 +109,26 @@ def test_a_stream_has_the_items_of_a_whole_response(text: str, reasoning: str, c
     assert last["response"] == openai_response_answers.whole(asked, reply, request)
 
 
-def test_an_error_has_the_number_behind_those_of_its_streams_events() -> None:
+async def test_an_error_has_the_number_behind_those_of_its_streams_events() -> None:
     request = openai_responses.ResponsesRequest(model=MODEL, input="?")
-    stream = openai_response_answers.ResponseEvents(Asked(request_id="r", created=0, model=MODEL), request)
-    stream.frames(pb.GenerateResponse(started=pb.Started(model=MODEL)))
-    event = ended_by(api_of("/v1/responses"), "r", Unavailable("the engine ended"), stream.sent)
-    assert json.loads(event.partition("data: ")[2])["sequence_number"] == 2
+    chunks = openai_response_answers.ResponseEvents(Asked(request_id="r", created=0, model=MODEL), request)
+    pieces: list[str] = []
+
+    async def ends() -> AsyncGenerator[pb.GenerateResponse, None]:
+        raise Unavailable("the engine ended")
+        yield pb.GenerateResponse()
+
+    async def send(piece: Any) -> None:
+        pieces.append(piece.get("body", b"").decode())
+
+    form = StreamForm(chunks, partial(ended_by, api_of("/v1/responses"), "r"), {})
+    numbers: Any = SimpleNamespace(open_streams=0, disconnects=0)
+    started = pb.GenerateResponse(started=pb.Started(model=MODEL))
+    stream = EventStream(started, ends(), form, lambda: None, numbers, lambda: 0.0)
+    await stream({}, asyncio.Event().wait, send)  # type: ignore[arg-type]  its reader stays
+    events = [json.loads(line[6:]) for line in "".join(pieces).splitlines() if line.startswith("data: ")]
+    assert events[-1]["type"] == "error"
+    assert [each["sequence_number"] for each in events] == [0, 1, 2]
 
 
 def test_a_long_prefill_sends_events_because_codex_counts_no_comments() -> None:
