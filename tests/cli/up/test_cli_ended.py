@@ -92,7 +92,8 @@ def test_an_up_in_the_background_ends_with_the_command_that_waits_for_it(home: H
         up.process.send_signal(signal.SIGTERM)
         assert up.process.wait(20) == 143
     eventually(lambda: not is_led(home) and not holders(home.services_lock_file))
-    assert "engine is ready" not in (home.logs / "up.log").read_text(), "at once: nobody would hear of it"
+    log = home.logs / "up.log"  # none, if it ended that soon
+    assert not log.exists() or "engine is ready" not in log.read_text(), "at once: nobody would hear of it"
 
 
 @pytest.mark.long(2)
