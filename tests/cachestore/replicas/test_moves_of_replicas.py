@@ -86,13 +86,13 @@ def test_an_order_holds_at_the_other_store_as_long_as_its_own_lives(
 
 
 def test_an_order_is_its_namespaces_own_and_a_sealed_ones_has_a_sealed_name(url: str, labs: tuple[Lab, Lab]) -> None:
-    with labs[0].seal(NS).open() as store:
-        for namespace in (NS, "other"):
-            publish(store, "ada", SyntheticAgent(SMALL, 1).turn(30), 0, namespace=namespace)
+    with labs[0].seal(NS).open() as store, psycopg.connect(url, autocommit=True) as connection:
+        for namespace in (NS, "one", "another"):
+            publish(store, "ada", SyntheticAgent(SMALL, 1).turn(1), 0, namespace=namespace)
         store.moves.order(NS, "ada", "studio", "12")
-        with psycopg.connect(url) as connection:
-            [(name,)] = connection.execute("SELECT name FROM kvasir.jobs WHERE name LIKE 'order%'").fetchall()
+        [(name,)] = connection.execute("SELECT name FROM kvasir.jobs WHERE name LIKE 'order%'").fetchall()
         assert ("ada" in name, "sealed-agent." in name) == (False, True)
-        store.moves.end_order("other", "ada", "studio", "12")
-        owners = NS, "other", "nobody's"
-        assert [store.moves.is_ordered(each, "ada", "studio") for each in owners] == [True, False, False]
+        store.moves.order("one", "ada", "studio", "12")
+        store.moves.end_order("another", "ada", "studio", "12")
+        owners = NS, "one", "another", "nobody's"
+        assert [store.moves.is_ordered(each, "ada", "studio") for each in owners] == [True, True, False, False]
