@@ -250,6 +250,8 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
             features.append("handed")
         if not self._store.is_shared:  # another store may list what a commit waits for here
             features.append("awaits")
+        if self._store.blobs.are_far:
+            features.append("far")
         return pb.GetCapabilitiesResponse(
             version=__version__,
             manifest_format=MANIFEST_FORMAT,

@@ -28,6 +28,7 @@ from cachestore_svc.blobs.bucket import bucket as bucket_module
 from cachestore_svc.blobs.bucket.bucket import Bucket, open_bucket, probe, put_blob
 from tests.cachestore.service.running import RunningStore, store_home
 from tests.cli.running import Cli
+from tests.cli.store.conftest import publish
 from tests.made_models.synthetic import SyntheticAgent, SyntheticSnapshot
 from tests.running import in_memory
 
@@ -248,7 +249,8 @@ def test_check_looks_at_the_objects_of_the_bucket_that_the_data_note(
         else:
             assert (beside.code, "lies in s3://bucket/agents" in beside.err + beside.out) == (4, True)
         with Home(home).endpoint("store").store_client() as client:  # the check took the bucket from no store
-            client.put_blobs(SyntheticAgent(seed=2).turn(300).new_blobs)
+            publish(client, "ada", SyntheticAgent(seed=2).turn(300), 0)
+        assert [row["temperature"] for row in cli.done("agents", "ls", "--json").value] == ["far"]
         cli.done("down", "--json")
         assert cli.done("store", "check", "--json").value["is_clean"]
         bucket = open_bucket(where, credentials)

@@ -147,7 +147,8 @@ def ls(
     """List agents that have names, the last used first. The title of a conversation is its label `title`, else its
     first words (of the first 100 that are listed, or of the first 1,000 that are searched).
 
-    An agent's KV is hot (in the engine), warm (in the store) or asleep: see `kvasir agents sleep`.
+    An agent's KV is hot (in the engine), warm (in the store), far (in the store's bucket) or asleep: see `kvasir agents
+    sleep`.
 
     Kvasir's own labels are in --json and in `kvasir agents show`."""
     with store_client(caller) as client:
@@ -159,9 +160,10 @@ def ls(
         listed = [agent for agent in listed if has_words(agent, titles.get(agent.agent_id, ""), search)]
         shown = listed[:limit]
         titles = titles or titles_of(client, shown)
+        is_far = "far" in client.get_capabilities().features
 
     engine = engine_side(caller, [agent.agent_id for agent in shown])
-    kept = {agent.agent_id: temperature(agent, engine.hot) for agent in shown}
+    kept = {agent.agent_id: temperature(agent, engine.hot, is_far=is_far) for agent in shown}
 
     def show(out: Console) -> None:
         out.print(_agents_table(shown, titles, kept) if shown else "no agent is listed")

@@ -1,4 +1,6 @@
-"""How soon an agent's KV is at hand: in the engine (hot), in the store (warm), or computed from its tokens (asleep)."""
+"""How soon an agent's KV is at hand: in the engine (hot), in the store (warm), in the store's bucket (far), or computed
+from its tokens (asleep).
+"""
 
 import re
 from collections import Counter
@@ -18,7 +20,7 @@ _WAKES = re.compile(r"asleep, wakes in (\d+) ms$")
 
 @dataclass(frozen=True, slots=True)
 class Temperature:
-    word: str  # hot, warm or asleep; empty where nothing is remembered
+    word: str  # hot, warm, far or asleep; empty where nothing is remembered
     wake_ms: int | None = None  # of one that is asleep, as its engine measured it
     is_woken_ahead: bool = False  # of one that was asleep, for a turn that has not come yet
 
@@ -33,15 +35,16 @@ class Temperature:
         return self.word if self.wake_ms is None else f"{self.word}, wakes in {self.wake_ms / 1e3:.1f} s"
 
 
-def temperature(agent: pb.Agent, hot: Mapping[str, bool]) -> Temperature:
-    """Of the agent's newest version. `hot`: agents that an engine has in RAM, and whether it woke them ahead."""
+def temperature(agent: pb.Agent, hot: Mapping[str, bool], *, is_far: bool) -> Temperature:
+    """Of the agent's newest version. `hot`: agents that an engine has in RAM, and whether it woke them ahead; `is_far`:
+    the store has its blobs in a bucket."""
     if not agent.lines:
         return Temperature("")
     newest = agent.lines[0]
     is_asleep = newest.total_bytes == newest.manifest.size_bytes  # its manifest names no blob
     if agent.agent_id in hot or not is_asleep:
-        is_woken_ahead = hot.get(agent.agent_id, False)
-        return Temperature("hot" if agent.agent_id in hot else "warm", is_woken_ahead=is_woken_ahead)
+        word = "hot" if agent.agent_id in hot else "far" if is_far else "warm"
+        return Temperature(word, is_woken_ahead=hot.get(agent.agent_id, False))
     measured = _WAKES.search(newest.origin_detail)
     return Temperature("asleep", int(measured[1]) if measured else None)
 

@@ -5098,7 +5098,7 @@ type GetCapabilitiesResponse struct {
 	// Peers that PullAgent accepts.
 	Peers []string `protobuf:"bytes,9,rep,name=peers,proto3" json:"peers,omitempty"`
 	// What this store does beyond the first release of the contract, `sealed` where what it keeps of the caller's namespace is encrypted, `handed` for
-	// an engine from which it takes files, `awaits` where a commit waits for its blobs (CommitSnapshotRequest), and `several` where it takes several frames in a message (WriteBlobsRequest). A client of a newer contract asks here.
+	// an engine from which it takes files, `awaits` where a commit waits for its blobs (CommitSnapshotRequest), `far` where its blobs lie in a bucket, and `several` where it takes several frames in a message (WriteBlobsRequest). A client of a newer contract asks here.
 	Features      []string `protobuf:"bytes,10,rep,name=features,proto3" json:"features,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
