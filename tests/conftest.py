@@ -92,8 +92,9 @@ def take_turns(config: pytest.Config, items: list[pytest.Item]) -> None:
     turn = long_tests.turn()
     if turn is None:
         return
-    part = long_tests.parts({item.nodeid.split("[")[0]: (str(item.path), long[item]) for item in long}.values())
-    others = [item for item in long if part[str(item.path)] != turn]
+    tests = {item.nodeid.split("[")[0]: (str(item.path), seconds) for item, seconds in long.items()}
+    of_turn = long_tests.whose_turn_it_is(tests, turn)
+    others = [item for item in long if item.nodeid.split("[")[0] not in of_turn]
     if "PYTEST_XDIST_WORKER" not in os.environ:
         now, last = len(long) - len(others), long_tests.PARTS - 1
         print(f"{now} of {len(long)} long tests run, part {turn} of 0 to {last}: KVASIR_TURN={turn:x}")

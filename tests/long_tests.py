@@ -1,11 +1,13 @@
 """Which long tests take their turn at a commit, and which tests of a promise no commit goes without."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import pytest
 
 PARTS = 48
+# Whoever takes longer has no turn, as a commit would wait for it alone: it runs where all do (`make test-whole`).
+LONGEST_TURN_S = 45
 
 # Of each promise the quickest tests that show it: they run at every commit, however long they take.
 PROMISES: Mapping[str, tuple[str, ...]] = {
@@ -72,6 +74,13 @@ def parts(seconds: Iterable[tuple[str, float]]) -> dict[str, int]:
         part[file] = filled.index(min(filled))
         filled[part[file]] += files[file]
     return part
+
+
+def whose_turn_it_is(tests: Mapping[str, tuple[str, float]], part: int) -> Collection[str]:
+    """Names of the long tests of a part. `tests`: of each its file, and how long it takes."""
+    short_enough = {name: test for name, test in tests.items() if test[1] <= LONGEST_TURN_S}
+    part_of_file = parts(short_enough.values())
+    return {name for name, (file, _) in short_enough.items() if part_of_file[file] == part}
 
 
 def turn() -> int | None:

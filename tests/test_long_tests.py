@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.lessons import REQUIRED, covered
-from tests.long_tests import PARTS, PROMISES, part_of, parts
+from tests.long_tests import LONGEST_TURN_S, PARTS, PROMISES, part_of, parts, whose_turn_it_is
 
 ROOT = Path(__file__).parents[1]
 
@@ -53,6 +53,24 @@ def test_files_take_turns_in_parts_that_take_about_as_long() -> None:
     assert part == parts(reversed(tests)), "what was collected first must not matter"
     filled = [sum(seconds for file, seconds in tests if part[file] == number) for number in range(PARTS)]
     assert max(filled) < 1.1 * min(filled)
+
+
+def test_each_long_test_has_one_turn_and_one_that_takes_longer_than_a_turn_has_none() -> None:
+    tests = {"a": ("test_1.py", LONGEST_TURN_S), "b": ("test_1.py", LONGEST_TURN_S + 1), "c": ("test_2.py", 3)}
+    turns = [whose_turn_it_is(tests, part) for part in range(PARTS)]
+    assert sorted(name for turn in turns for name in turn) == ["a", "c"]
+
+
+def test_the_file_of_a_test_without_a_turn_has_another_that_runs_at_commits() -> None:
+    alone = []
+    for file in sorted((ROOT / "tests").rglob("test_*.py")):
+        if file == Path(__file__):
+            continue
+        seconds = [float(each) for each in re.findall(r"mark\.long\(([\d.]+)\)", file.read_text())]
+        without = sum(each > LONGEST_TURN_S for each in seconds)
+        if without and file.read_text().count("def test_") <= without:
+            alone.append(str(file.relative_to(ROOT)))
+    assert alone == []
 
 
 def test_a_commit_and_a_number_name_a_part_and_nothing_else_does() -> None:

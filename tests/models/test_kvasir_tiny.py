@@ -33,7 +33,7 @@ def test_the_weights_are_small_and_16_bit(reader: Reader) -> None:
     assert config["max_position_embeddings"] >= 8192
 
 
-@pytest.mark.long(57)
+@pytest.mark.long(12)
 @pytest.mark.parametrize(
     "sizes", [((300, 2), (1500, 1)), pytest.param(((4000, 4), (7500, 2)), marks=pytest.mark.campaign)], ids=str
 )

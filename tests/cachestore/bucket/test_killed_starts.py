@@ -16,7 +16,7 @@ from tests.cachestore.core.lab import NS, Lab, assert_restores, publish
 from tests.made_models.sampling import sampled
 from tests.made_models.synthetic import SyntheticAgent, SyntheticSnapshot
 
-_SOME = sampled(8, of=1)  # every so many
+_SOME, _FEW = sampled(8, of=1), 96  # every so many
 
 
 @dataclass
@@ -90,12 +90,22 @@ def moments(root: Path, turn: SyntheticSnapshot) -> int:
 def test_a_start_that_ends_anywhere_loses_nothing_of_a_namespace_that_begins_meanwhile(
     memory_directory: Path, *, reads: bool
 ) -> None:
+    end_starts(memory_directory / f"reads {reads}", every=_SOME, reads=reads)
+
+
+@pytest.mark.long(6)
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_start_that_ends_at_some_requests_loses_nothing_either(memory_directory: Path, *, reads: bool) -> None:
+    end_starts(memory_directory / f"few, reads {reads}", every=_FEW, reads=reads)
+
+
+def end_starts(root: Path, every: int, *, reads: bool) -> None:
+    """Starts that end at each request, or at every so many, of a namespace's begin at each request before."""
     turn = SyntheticAgent(seed=1).turn(600)
-    root = memory_directory / f"reads {reads}"
     count = moments(root / "counted", turn)
     assert count > 20
     for begins_at in range(1, count + 1):
-        for dies_at in range(begins_at + begins_at % _SOME, count + 20, _SOME):
+        for dies_at in range(begins_at + begins_at % every, count + 20, every):
             with opened(root / f"{begins_at} {dies_at}", turn) as (pair, script):
                 script.begin.append(lambda pair=pair: publish(pair.second, "ada", turn, 0))
                 is_alive = start(pair, script, dies_at, begins_at) < dies_at

@@ -98,6 +98,7 @@ def test_conversations_with_the_same_instructions_hold_them_once_and_are_told_ap
 
 
 @pytest.mark.long(160)
+@pytest.mark.timeout(900)
 def test_two_hundred_conversations_with_eight_thousand_tokens_of_instructions_hold_them_once(tmp_path: Path) -> None:
     model = long_model(tmp_path / MODEL)
     with running_front(tmp_path / "front", model=model, engine_options=("--memory-gib", "1")) as front:

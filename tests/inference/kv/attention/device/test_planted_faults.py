@@ -36,13 +36,13 @@ def found(kernel: str, policy: str, *planted: Fault) -> str:
     return "\n".join(faults)
 
 
-@pytest.mark.long(19)
+@pytest.mark.long(26)
 @pytest.mark.parametrize(("kernel", "policy"), first_and_in_turn(LAUNCHES, seconds=4))
 def test_the_text_has_no_race_and_stays_within_its_memory(kernel: str, policy: str) -> None:
     assert found(kernel, policy) == ""
 
 
-@pytest.mark.long(192)
+@pytest.mark.long(5)
 @pytest.mark.parametrize(
     "name", [name if name in AT_EACH_COMMIT else pytest.param(name, marks=pytest.mark.campaign) for name in PLANTED]
 )
