@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import psycopg
-from kvasir.waits import ANSWER_S
+from kvasir.waits import PAUSE_S
 from psycopg.adapt import Transformer
 from psycopg.errors import error_from_result
 from psycopg.pq import ConnStatus, ExecStatus
@@ -88,7 +88,7 @@ class Pipeline:
     """Of one connection. Used by one thread."""
 
     def __init__(self, connection: "psycopg.Connection[Any]", check_alive: Callable[[], None]) -> None:
-        """`check_alive`: raises psycopg.OperationalError where a server that was silent for a while hangs."""
+        """`check_alive`: raises psycopg.OperationalError where a server that is silent hangs."""
         self._connection = connection
         self._check_alive = check_alive
         self._transformer = Transformer(connection)
@@ -167,7 +167,7 @@ def _received(server: PGconn, check_alive: Callable[[], None]) -> list[PGresult]
     while True:
         is_sent = is_sent or server.flush() == 0
         ready.register(server.socket, select.POLLIN if is_sent else select.POLLIN | select.POLLOUT)
-        if not ready.poll(1000 * ANSWER_S):  # it may work on a long statement, or wait for a lock
+        if not ready.poll(1000 * PAUSE_S):  # it may work on a long statement, or wait for a lock
             check_alive()
         server.consume_input()
         while not server.is_busy():

@@ -31,6 +31,7 @@ from cachestore_svc.index.postgres.replicas import (
     take_lock,
 )
 from cachestore_svc.index.postgres.schema import STEPS, migrate
+from cachestore_svc.index.postgres.servers import Servers, ServerSilent
 from cachestore_svc.index.postgres.session import EarlierFailed, Session, is_again, is_cut, refused_at_start, translated
 from cachestore_svc.index.sqlite.operations import Catalog, Operation
 from cachestore_svc.index.sqlite.transaction import CatalogChange
@@ -67,13 +68,13 @@ class PostgresCatalog(Catalog):
         self._is_down = False  # the last group waited in vain for the server: the next one does not wait
         self._session = ""
         self._backend: tuple[object, ...] = ()  # the server's process of the last writer's session
-        self._url = url
+        self._servers = Servers(url)
         self._shared_as = None if shared_as is None else {**shared_as, "format": str(len(STEPS))}
         self.is_shared = shared_as is not None
         self._begins: Callable[[CatalogChange], None] | None = None  # where the database may be in another place
         self._is_new_session = False
         self._steps: ClockSteps | None = None
-        self._writer = Session(url)
+        self._writer = Session(self._servers)
         try:
             self._writer.connect()
             self._lock()
@@ -84,7 +85,7 @@ class PostgresCatalog(Catalog):
         self._threads = [threading.Thread(target=self._live, name="kvasir-index", daemon=True)]
         self._threads += [
             threading.Thread(
-                target=self._live_reading, args=(Session(url),), name=f"kvasir-index-{number}", daemon=True
+                target=self._live_reading, args=(Session(self._servers),), name=f"kvasir-index-{number}", daemon=True
             )
             for number in range(READERS)
         ]
@@ -106,7 +107,7 @@ class PostgresCatalog(Catalog):
         if self._shared_as is None:
             return
         self._begins = begin
-        listener = Listener(self._url, wake, self._ending)
+        listener = Listener(self._servers, wake, self._ending)
         thread = threading.Thread(target=listener.run, name="kvasir-events", daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -194,7 +195,7 @@ class PostgresCatalog(Catalog):
                 result = self._found_by(operation, connection, rows)
             except BaseException as error:  # noqa: BLE001  it belongs to the caller
                 connection.roll_back()
-                is_refused = isinstance(error, KvasirError | psycopg.errors.ConnectionTimeout)
+                is_refused = isinstance(error, KvasirError | ServerSilent)
                 if is_last or is_refused or not (connection.is_lost or is_again(error)):
                     operation.answer.set_exception(translated(error))
                     return
@@ -365,8 +366,8 @@ def _unanswered(operations: Iterable[Operation]) -> list[Operation]:
 
 
 def _taken_by(error: BaseException) -> int:
-    """How many of _TRIES a failure takes: a server that stands still costs each of them as long as ten others."""
-    return 10 if isinstance(error, psycopg.errors.ConnectionTimeout) else 1
+    """How many of _TRIES a failure takes: a look at a server that stands still costs as much time as six others."""
+    return 6 if isinstance(error, ServerSilent) else 1
 
 
 def _keep_number(session: Session, rows: CatalogChange) -> None:

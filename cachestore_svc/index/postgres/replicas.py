@@ -10,6 +10,7 @@ import psycopg
 from kvasir.errors import FailedPrecondition
 from kvasir.waits import PATIENCE_S, PAUSE_S, RETRY_S, SILENCE_S
 
+from cachestore_svc.index.postgres.servers import Servers
 from cachestore_svc.index.postgres.session import Session
 from cachestore_svc.index.sqlite.rows import Connection
 
@@ -73,8 +74,8 @@ def leave_jobs(connection: Connection, epoch: int) -> None:
 class Listener:
     """Hears of events that other stores report. A hint: watchers look for missed ones all the same, a little later."""
 
-    def __init__(self, url: str, wake: Callable[[str], None], ending: threading.Event) -> None:
-        self._session, self._wake, self._ending = Session(url), wake, ending
+    def __init__(self, servers: Servers, wake: Callable[[str], None], ending: threading.Event) -> None:
+        self._session, self._wake, self._ending = Session(servers), wake, ending
 
     def run(self) -> None:
         while not self._ending.is_set():
@@ -88,7 +89,7 @@ class Listener:
 
     def _listen(self) -> None:
         silent_s = PATIENCE_S  # at once: earlier reports are not heard
-        while not self._ending.is_set():
+        while not self._ending.is_set() and not self._session.is_lost:
             if silent_s >= PATIENCE_S:
                 self._session.execute("SELECT 1")  # of a server that stands still nothing is ever heard
                 self._wake("")

@@ -5,35 +5,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import psycopg
-from kvasir.errors import InvalidArgument, KvasirError, Unavailable
-from kvasir.waits import ANSWER_S
+from kvasir.errors import KvasirError, Unavailable
 from psycopg.adapt import Buffer, Loader
 
 from cachestore_svc.blobs.disk import disk_full
 from cachestore_svc.index.postgres.pipeline import Answer, Pipeline, Statement
-from cachestore_svc.index.postgres.schema import SCHEMA
+from cachestore_svc.index.postgres.servers import Server, Servers, ServerSilent
 
 _Values = Mapping[str, Any]
 _Key = tuple[str, tuple[bytes | None, ...]]
-# What each side does where the other is gone. The server ends the transaction, and then the session, which holds locks.
-_OF_SERVER = {
-    "idle_in_transaction_session_timeout": "30s",
-    "lock_timeout": "30s",
-    "tcp_keepalives_idle": "5",
-    "tcp_keepalives_interval": "2",
-    "tcp_keepalives_count": "3",
-    "tcp_user_timeout": "10s",
-}
-_SETTINGS = {
-    "application_name": "kvasir",
-    "connect_timeout": "2",
-    "keepalives_idle": "5",
-    "keepalives_interval": "2",
-    "keepalives_count": "3",
-    "tcp_user_timeout": "10000",
-    "target_session_attrs": "read-write",
-}
-
 _QUOTED = re.compile(r"""(["']).*?\1""")
 
 
@@ -52,17 +32,11 @@ class _WholeNumber(Loader):
 class Session:
     """Implements `Connection` over one connection at a time. Used by one thread."""
 
-    def __init__(self, url: str) -> None:
-        """Connects at `connect`. Raises InvalidArgument for what is no URL of PostgreSQL."""
-        try:
-            given = psycopg.conninfo.conninfo_to_dict(url)
-        except psycopg.ProgrammingError:
-            words = "catalog: expected postgresql://USER@HOST/DATABASE"  # what was given may hold a password
-            raise InvalidArgument(words, field="catalog") from None
-        ours = " ".join(f"-c {name}={value}" for name, value in _OF_SERVER.items())
-        # The last word is the address's, but for the schema.
-        options = f"{ours} {given.get('options', '')} -c search_path={SCHEMA}"
-        self._given: dict[str, Any] = {**_SETTINGS, **given, "options": options}
+    def __init__(self, servers: Servers) -> None:
+        """Connects at `connect`."""
+        self._servers = servers
+        self._server: Server | None = None
+        self._silences = 0  # of the server, before this session
         self._connection: psycopg.Connection[tuple[Any, ...]] | None = None
         self._pipeline: Pipeline | None = None
         self._waiting: list[Statement] = []  # they go to the server with the next one
@@ -73,26 +47,31 @@ class Session:
 
     @property
     def is_lost(self) -> bool:
-        return self._connection is None or self._connection.closed
+        """Also where another session found that this one's server stands still."""
+        return self._connection is None or self._connection.closed or self._is_server_silent
+
+    @property
+    def _is_server_silent(self) -> bool:
+        return self._server is not None and self._server.silences > self._silences
 
     def connect(self) -> None:
         """Connect again. Raises psycopg.OperationalError."""
         self.close()
-        self._connection = psycopg.connect(**self._given, autocommit=True)
+        self._connection, self._server = self._servers.connect()
+        self._silences = self._server.silences
         self._connection.adapters.register_loader("numeric", _WholeNumber)
         self._pipeline = Pipeline(self._connection, self._check_alive)
 
     def _check_alive(self) -> None:
-        """Raises psycopg.OperationalError where the session's server, which other sessions of the address may not have,
-        takes no connection: it or its machine stands still, and TCP alone would never report that."""
-        info = self._connected.info
-        where = {"host": info.host, "hostaddr": info.hostaddr, "port": info.port, "target_session_attrs": "any"}
+        """Raises psycopg.OperationalError where the session's server, which other sessions may not have, stands still.
+        That is no ServerSilent: another server may be there."""
         try:
-            psycopg.connect(**{**self._given, **where, "connect_timeout": int(ANSWER_S)}).close()
-        except psycopg.errors.ConnectionTimeout:
-            raise psycopg.OperationalError("the server does not answer") from None
-        except psycopg.Error:
-            return  # also a refusal is an answer
+            if self._server and not self._is_server_silent:
+                self._server.check_session(self._connected)
+                return
+        except ServerSilent as error:
+            raise psycopg.OperationalError(str(error)) from None
+        raise psycopg.OperationalError("the server did not answer another session")
 
     def close(self) -> None:
         for each in (self._waiting, self._ahead, self._found, self.numbers):

@@ -7,13 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from queue import Queue
 
-import psycopg
 import pytest
 from kvasir.errors import Unavailable
+from kvasir.waits import SOON_S
 
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.index.catalog import HOUSE, Catalog, open_postgres
-from cachestore_svc.index.postgres import pipeline, postgres_catalog, replicas, session
+from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogView, open_postgres
+from cachestore_svc.index.postgres import postgres_catalog, replicas
+from cachestore_svc.index.postgres.postgres_catalog import READERS
+from cachestore_svc.index.postgres.servers import Servers, ServerSilent
 from tests.cachestore.index.test_postgres import add_one, count_of
 from tests.running.postgres import PostgresServer, postgres, running, running_standby  # noqa: F401
 
@@ -33,9 +35,7 @@ class StopsAtCommit(Disk):
 
 
 @pytest.fixture
-def disk(postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> StopsAtCommit:  # noqa: F811
-    monkeypatch.setattr(pipeline, "ANSWER_S", 0.2)
-    monkeypatch.setattr(session, "ANSWER_S", 2.0)
+def disk(postgres: PostgresServer) -> StopsAtCommit:  # noqa: F811
     return StopsAtCommit(postgres)
 
 
@@ -51,7 +51,9 @@ def catalog(postgres: PostgresServer, disk: StopsAtCommit) -> Iterator[Catalog]:
 def test_reads_and_writes_of_a_server_that_stands_still_are_unavailable(
     postgres: PostgresServer,  # noqa: F811
     catalog: Catalog,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(postgres_catalog, "_TRIES", 8)
     with ThreadPoolExecutor(2) as threads, postgres.standing_still():
         asked = threads.submit(catalog.read, HOUSE, count_of), threads.submit(catalog.write, HOUSE, add_one)
         for each in asked:
@@ -85,8 +87,8 @@ def test_a_listener_leaves_a_server_that_stands_still(
 ) -> None:
     monkeypatch.setattr(replicas, "PATIENCE_S", 0.5)
     monkeypatch.setattr(replicas, "RETRY_S", 0.1)
-    heard, ending, url = Queue[str](), threading.Event(), catalog._url  # type: ignore[attr-defined]
-    listener = replicas.Listener(url, lambda namespace: heard.put(namespace), ending)
+    heard, ending, servers = Queue[str](), threading.Event(), catalog._servers  # type: ignore[attr-defined]
+    listener = replicas.Listener(servers, lambda namespace: heard.put(namespace), ending)
     with ThreadPoolExecutor(1) as threads:
         threads.submit(listener.run)
         try:
@@ -98,7 +100,7 @@ def test_a_listener_leaves_a_server_that_stands_still(
                 while not first.closed:
                     assert time.monotonic() < give_up
                     time.sleep(0.05)
-            with psycopg.connect(url, autocommit=True) as other:
+            with closing(servers.connect()[0]) as other:
                 other.execute(f"NOTIFY {replicas.CHANNEL}, 'news'")
                 while heard.get(timeout=_SOON_S) != "news":
                     other.execute(f"NOTIFY {replicas.CHANNEL}, 'news'")
@@ -110,11 +112,33 @@ def test_a_store_goes_on_with_the_standby_of_a_primary_that_stands_still(disk: S
     with running() as primary, running_standby(primary, is_synchronous=True) as standby:
         hosts = f"127.0.0.1:{primary.port},127.0.0.1:{standby.port}"
         url = f"postgresql://kvasir@{hosts}/{primary.new_database()}"
-        with closing(open_postgres(url, disk, lambda: 0)) as opened:
-            assert opened.write(HOUSE, add_one) == opened.read(HOUSE, count_of) == 1
+        with closing(open_postgres(url, disk, lambda: 0)) as opened, ThreadPoolExecutor(2 * READERS) as threads:
+            assert opened.write(HOUSE, add_one) == 1
+            at_once = [threads.submit(opened.read, HOUSE, _slow_count) for _ in range(2 * READERS)]
+            assert [each.result() for each in at_once] == [1] * 2 * READERS  # each reader has its session now
             with primary.standing_still():
+                began_s = time.monotonic()
+                writing = threads.submit(opened.write, HOUSE, add_one)
                 standby.promote()
-                assert opened.write(HOUSE, add_one) == opened.read(HOUSE, count_of) == 2
+                counts = writing.result(), *(opened.read(HOUSE, count_of) for _ in range(2 * READERS))
+                took_s = time.monotonic() - began_s
+                assert counts == (2,) * (1 + 2 * READERS)
+                assert took_s < SOON_S * READERS / 2  # one session finds it out for all
+                print(f"all go on after {took_s:.2f} s")  # `pytest -rP` shows it
+
+
+def _slow_count(view: CatalogView) -> int:
+    view.all("SELECT pg_sleep(0.1)")
+    return count_of(view)
+
+
+def test_a_server_that_stood_still_is_taken_again(postgres: PostgresServer) -> None:  # noqa: F811
+    servers = Servers(postgres.url("postgres"))
+    with postgres.standing_still():
+        for _ in range(2):  # the second time it is looked at first
+            with pytest.raises(ServerSilent):
+                servers.connect()
+    servers.connect()[0].close()
 
 
 def test_a_long_statement_of_a_server_that_is_well_is_waited_for(catalog: Catalog, disk: StopsAtCommit) -> None:

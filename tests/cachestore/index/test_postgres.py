@@ -23,6 +23,7 @@ from cachestore_svc.facts.records import HeldLease, LeaseToken, LineKey
 from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange, CatalogView, open_postgres
 from cachestore_svc.index.postgres import postgres_catalog
 from cachestore_svc.index.postgres.replicas import LOCK
+from cachestore_svc.index.postgres.servers import Servers
 from cachestore_svc.index.postgres.session import Session
 from tests.cachestore.any_backend.memory_blobs import MemoryBlobs
 from tests.cachestore.core.lab import NS, Lab, assert_restores, publish
@@ -236,7 +237,7 @@ def test_a_refused_operation_sends_nothing_of_its_writes_that_wait(url: str) -> 
 @pytest.mark.parametrize("runs", range(8))  # the library prepares a statement that ran so often
 def test_a_statement_that_waited_behind_one_that_failed_runs_again(url: str, runs: int) -> None:
     text, wrong = "SELECT CAST(:text AS TEXT)", "SELECT 1 / CAST(:zero AS INTEGER)"
-    with closing(Session(url)) as session:
+    with closing(Session(Servers(url))) as session:
         session.connect()
         session.execute("BEGIN")
         for failures in (0, 1, 1):
@@ -254,7 +255,7 @@ def test_a_statement_that_waited_behind_one_that_failed_runs_again(url: str, run
 
 
 def test_a_read_ahead_is_answered_once_and_forgotten_behind_a_write(url: str) -> None:
-    read, session = ("SELECT value FROM public.counted WHERE id = :id", {"id": 1}), Session(url)
+    read, session = ("SELECT value FROM public.counted WHERE id = :id", {"id": 1}), Session(Servers(url))
     with psycopg.connect(url, autocommit=True) as other, closing(session):
         other.execute("CREATE TABLE counted (id BIGINT, value BIGINT)")
         other.execute("INSERT INTO counted VALUES (1, 1)")
@@ -284,7 +285,7 @@ def test_a_read_ahead_is_answered_once_and_forgotten_behind_a_write(url: str) ->
 
 
 def test_statements_of_many_megabytes_go_and_come_at_once(url: str) -> None:
-    with closing(Session(url)) as session:
+    with closing(Session(Servers(url))) as session:
         session.connect()
         text = "x" * 2_000_000
         for _ in range(16):  # more than the buffers between the two hold, each way
@@ -294,7 +295,7 @@ def test_statements_of_many_megabytes_go_and_come_at_once(url: str) -> None:
 
 def test_values_of_every_kind_come_back_and_one_that_no_text_has_stops_nothing(url: str) -> None:
     values = "SELECT CAST(:text AS TEXT), CAST(:number AS BIGINT), CAST(:part AS FLOAT8), CAST(:flag AS BOOLEAN)"
-    with closing(Session(url)) as session:
+    with closing(Session(Servers(url))) as session:
         session.connect()
         for row in (("ä\\'", -(2**62), 0.1, True), (None, None, None, None), ("", 0, -1e300, False)):
             found = session.execute(values, dict(zip(("text", "number", "part", "flag"), row, strict=True)))
@@ -479,7 +480,7 @@ def read_only(url: str) -> Iterator[None]:
 
 
 def test_the_server_looks_for_hosts_that_are_gone(url: str) -> None:
-    with closing(Session(url)) as session:
+    with closing(Session(Servers(url))) as session:
         session.connect()
         settings = ("tcp_keepalives_idle", "tcp_keepalives_interval", "tcp_keepalives_count", "tcp_user_timeout")
         shown = [session.execute(f"SHOW {name}").fetchall()[0][0] for name in settings]
