@@ -3,17 +3,18 @@ clock of the database steps, by which leases end.
 """
 
 import asyncio
+import signal
 import time
 
 import psycopg
 
-from tests.campaigns.fleet.targets import LASTS_S, STARTS_S, WALK_S, Target, frozen, slowed, start_again
+from tests.campaigns.fleet.targets import LASTS_S, STARTS_S, WALK_S, Target, frozen, send_family, slowed, start_again
 from tests.running.postgres import clock_ahead
 from tools.fleet.part import FleetError
 from tools.fleet.servers import DATABASE, Postgres
 from tools.kvasir_tiny.words import Dice
 
-_KINDS = ("kill", "freeze", "slow", "promote", "promote", "kill the standby")
+_KINDS = ("kill", "freeze", "slow", "promote", "freeze and promote", "kill the standby")
 
 
 class Database(Target):
@@ -37,9 +38,9 @@ class Database(Target):
                 await frozen(process.pid, lasts_s)
             case "slow":
                 await slowed(process.pid, lasts_s)
-            case "promote":
-                await self._fail_over(lasts_s)
-                return "promote the standby of postgres"
+            case "promote" | "freeze and promote":
+                await self._fail_over(process.pid, lasts_s, signal.SIGKILL if what == "promote" else signal.SIGSTOP)
+                return f"{what} the standby of postgres"
             case "kill the standby":
                 await self._restarted(self._standby, lasts_s)
                 return "kill the standby of postgres"
@@ -53,12 +54,16 @@ class Database(Target):
         await asyncio.to_thread(start_again, server.part)
         await asyncio.to_thread(self._primary.wait_for_standby)
 
-    async def _fail_over(self, lasts_s: float) -> None:
-        """The standby is alone for a while; then the old primary, which is gone, begins as its standby anew."""
-        await asyncio.to_thread(self._primary.part.kill)
+    async def _fail_over(self, pid: int, lasts_s: float, ends_by: int) -> None:
+        """The standby is alone for a while; then the old primary, which is gone, begins as its standby anew. One that
+        stood still takes nothing any more."""
+        family = send_family(pid, ends_by)
         await asyncio.to_thread(self._standby.promote)
         self._primary, self._standby = self._standby, self._primary
         await asyncio.sleep(lasts_s)
+        for each in family:
+            send_family(each, signal.SIGKILL)
+        await asyncio.to_thread(self._standby.part.kill)
         await asyncio.to_thread(self._follow)
 
     def _follow(self) -> None:

@@ -158,13 +158,11 @@ class Clock(Target):
 
 async def frozen(pid: int, lasts_s: float) -> bool:
     """Stop it and its children for a while. Returns whether there was a process."""
-    stopped = _family(pid)
-    were_there = [_send(each, signal.SIGSTOP) for each in stopped]
-    if any(were_there):
+    if stopped := send_family(pid, signal.SIGSTOP):
         await asyncio.sleep(lasts_s)
     for each in stopped:
         _send(each, signal.SIGCONT)
-    return any(were_there)
+    return bool(stopped)
 
 
 async def slowed(pid: int, lasts_s: float) -> bool:
@@ -175,6 +173,12 @@ async def slowed(pid: int, lasts_s: float) -> bool:
         await asyncio.sleep(_MOMENT_S / 9)
         await frozen(pid, _MOMENT_S)
     return was_there
+
+
+def send_family(pid: int, number: int) -> list[int]:
+    """A signal to a process and its children, of which the last may just begin; those that there were."""
+    sent = [each for each in _family(pid) if _send(each, number)]
+    return sent + [each for each in _family(pid) if each not in sent and _send(each, number)]
 
 
 def _family(pid: int) -> list[int]:

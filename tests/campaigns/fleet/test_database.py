@@ -44,11 +44,12 @@ class _Writer(threading.Thread):
         return self.acknowledged
 
 
-@pytest.mark.long(5)
+@pytest.mark.long(10)
+@pytest.mark.parametrize("how", ["promote", "freeze and promote"])
 def test_each_server_that_is_promoted_has_what_was_acknowledged_before_and_since(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(database, "_KINDS", ("promote",))
+    monkeypatch.setattr(database, "_KINDS", (how,))
     root = in_memory.home()
     root.chmod(0o711)
     for name in ("a", "b"):
@@ -69,7 +70,7 @@ def test_each_server_that_is_promoted_has_what_was_acknowledged_before_and_since
         pair = Database(first, second, 1.0)
         for promoted in (second, first):
             before = len(writer.acknowledged)
-            assert asyncio.run(pair.strike(Dice("a promotion"))) == "promote the standby of postgres"
+            assert asyncio.run(pair.strike(Dice("a promotion"))) == f"{how} the standby of postgres"
             assert promoted.ask("SELECT pg_is_in_recovery()") == [(False,)]
             while len(writer.acknowledged) < before + 50:
                 assert writer.is_alive()
