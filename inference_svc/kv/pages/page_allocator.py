@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 
 from kvasir.errors import ResourceExhausted
+from kvasir.waits import RETRY_S
 
 
 class PageAllocator:
@@ -36,7 +37,8 @@ class PageAllocator:
         if count > self.free:
             raise ResourceExhausted(
                 f"KV memory: {count} pages are needed, {self.free} of {self.total} are free",
-                reason="MEMORY_EXCEEDED",
+                reason="MEMORY_BUSY",
+                retry_after_s=RETRY_S,
                 metadata={"needed_pages": str(count), "free_pages": str(self.free)},
             )
         again = [heappop(self._returned) for _ in range(min(count, len(self._returned)))]

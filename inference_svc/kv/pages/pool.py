@@ -13,6 +13,7 @@ from itertools import zip_longest
 import mlx.core as mx
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import ResourceExhausted
+from kvasir.waits import RETRY_S
 
 from inference_svc.kv.attention import failed_copies
 from inference_svc.kv.attention.host_copy import Run, device_address, takes_out
@@ -116,7 +117,9 @@ class KvPool:
                 self.allocator.release(taken)
                 self.allocator.forget_free_end()  # it has no memory, so pages in front of it are given out first
                 raise ResourceExhausted(
-                    f"KV memory: the device has no room for {count} more pages: {error}", reason="MEMORY_EXCEEDED"
+                    f"KV memory: the device has no room for {count} more pages: {error}",
+                    reason="MEMORY_BUSY",
+                    retry_after_s=RETRY_S,
                 ) from error
         return taken
 

@@ -145,7 +145,7 @@ def test_a_graph_that_finds_no_page_is_no_news(
     """Memories of callers may have every page, also before the engine is ready."""
 
     def fails(*_: object) -> None:
-        raise ResourceExhausted("no page is free", reason="MEMORY_EXCEEDED")
+        raise ResourceExhausted("no page is free", reason="MEMORY_BUSY")
 
     monkeypatch.setattr(EngineWorker, "keep_graph", fails)
     monkeypatch.setattr(warming, "_run_all", lambda *_: [])

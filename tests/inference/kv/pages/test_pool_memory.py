@@ -117,8 +117,9 @@ def test_a_pool_that_cannot_grow_goes_on_with_the_pages_that_it_has(
     before, used = stored(kept), pool.allocator.used
     with monkeypatch.context() as patch:
         patch.setattr(mx, "zeros", refused)
-        with pytest.raises(ResourceExhausted, match="the device has no room"):
+        with pytest.raises(ResourceExhausted, match="the device has no room") as error:
             pool.take(100)
+        assert (error.value.reason, error.value.retry_after_s) == ("MEMORY_BUSY", 1.0)  # no prompt is too long for that
         assert pool.allocator.used == used
         assert max(pool.take(8 - used)) == 7
     assert stored(kept) == before

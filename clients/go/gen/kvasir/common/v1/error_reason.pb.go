@@ -90,9 +90,10 @@ const (
 	ErrorReason_ERROR_REASON_NO_EMBEDDINGS ErrorReason = 56
 	// Prompt and reply are longer than the model takes. RESOURCE_EXHAUSTED: prompt_tokens, context_tokens.
 	ErrorReason_ERROR_REASON_CONTEXT_EXCEEDED ErrorReason = 36
-	// The turn's KV is larger than the memory. RESOURCE_EXHAUSTED: needed_bytes, budget_bytes, needed_pages, free_pages.
+	// The turn's KV is larger than the memory. RESOURCE_EXHAUSTED: needed_bytes, budget_bytes.
 	ErrorReason_ERROR_REASON_MEMORY_EXCEEDED ErrorReason = 37
-	// Open turns may already need all KV memory. RESOURCE_EXHAUSTED: needed_bytes, open_bytes, max_bytes.
+	// Open turns may already need all KV memory, or no page of it is free now. RESOURCE_EXHAUSTED: needed_bytes, open_bytes,
+	// max_bytes, needed_pages, free_pages.
 	ErrorReason_ERROR_REASON_MEMORY_BUSY ErrorReason = 38
 	// The credential has too many turns open. RESOURCE_EXHAUSTED: turns, max_turns.
 	ErrorReason_ERROR_REASON_CALLER_BUSY ErrorReason = 39
