@@ -29,8 +29,10 @@ from kvasir_gateway.turn import AsWritten, json_line, renamed, sse
 _log = logging.getLogger(__name__)
 # Reasons for which a caller must shorten its conversation: to try again would not help.
 _TOO_LONG = ("CONTEXT_EXCEEDED", "MEMORY_EXCEEDED", "PROMPT_TOO_LARGE")
-# gRPC's words for an engine for which nobody answers, as one that was killed and starts again.
-_NOBODY = re.compile(r"failed to connect to all addresses; last error: .*?(?= \(agent '|$)", re.DOTALL)
+# gRPC's words for an engine for which nobody answers, or which ended in a reply, as one that was killed and starts again.
+_NOBODY = re.compile(
+    r"(failed to connect to all addresses; last error: |Stream removed|Socket closed).*?(?= \(agent '|$)", re.DOTALL
+)
 _strangers = StrangersLines(time.monotonic)
 
 
@@ -74,12 +76,17 @@ def http_status(error: KvasirError) -> int:
 def _message(error: KvasirError) -> str:
     """A client compacts its history where a refusal has the words of its own service: most of them read no code."""
     if error.reason not in _TOO_LONG or (error.field or "").endswith("max_tokens"):
-        return _NOBODY.sub("the engine does not answer: it may be starting again", error.message)
+        return plain(error.message)
     given, most = (error.metadata.get(name) for name in ("prompt_tokens", "context_tokens"))
     if given is None or most is None:
         return f"{error.message}: prompt is too long"
     maximum = f"this model's maximum context length is {most} tokens"
     return f"{error.message}: prompt is too long: {given} tokens > {most} maximum; {maximum}"
+
+
+def plain(message: str) -> str:
+    """An error's message, without gRPC's own words for an engine that ended."""
+    return _NOBODY.sub("the engine does not answer: it may be starting again", message)
 
 
 def openai(error: KvasirError, request_id: str) -> Refusal:

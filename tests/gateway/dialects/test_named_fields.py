@@ -113,8 +113,10 @@ def test_an_engine_that_is_away_is_tried_again_when_it_may_be_back(path: str) ->
     said = json.dumps(refusal.body)
     assert "the engine does not answer: it may be starting again (agent 'ada': version 3 is kept)" in said
     assert "/home/ada" not in said
-    cut = api_of(path).shape(Unavailable("Stream removed (Socket closed)"), "r")
+    cut = api_of(path).shape(Unavailable("Stream removed (Socket closed) (agent 'ada': version 3 is kept)"), "r")
     assert cut.headers["retry-after"] == "5"
+    assert "starting again (agent 'ada': version 3 is kept)" in json.dumps(cut.body)
+    assert "Stream removed" not in json.dumps(cut.body)
     assert "retry-after" not in api_of(path).shape(Unavailable("no model", reason="MODEL_NOT_LOADED"), "r").headers
 
 

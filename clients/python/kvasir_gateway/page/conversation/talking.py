@@ -15,6 +15,7 @@ from kvasir.names import MAX_NAME_BYTES, check_agent_id, check_request_id
 from kvasir_gateway.answering import Events, EventStream, StreamForm, gather, unless_left
 from kvasir_gateway.chunks import ReplyStream
 from kvasir_gateway.engine import sent_messages
+from kvasir_gateway.errors import plain
 from kvasir_gateway.metrics import GatewayNumbers
 from kvasir_gateway.page import looking
 from kvasir_gateway.page.conversation.transcript import Place, facts, transcript, version_with
@@ -249,7 +250,7 @@ def _ended(started: pb.Started, finished: pb.Finished) -> dict[str, Any]:
 
 def _broken(error: KvasirError, _number: int) -> str:
     """A stream's last event, when it breaks."""
-    told = error.message if not isinstance(error, Internal) else "the reply ended by a fault; see the logs"
+    told = plain(error.message) if not isinstance(error, Internal) else "the reply ended by a fault; see the logs"
     return sse({"problem": told}, "refused")
 
 
