@@ -96,7 +96,7 @@ class Space:
         left_bytes = free - self._reserved.total() - size_bytes - kept
         if left_bytes < 0:
             # Neither paths nor what others have: both may be unknown to the caller.
-            text = f"disk: no room for {size_bytes} bytes more beside what must stay free"
+            text = f"disk: no room for {size_bytes} bytes more beside what must stay free (--free-disk-reserve-bytes)"
             raise _full("DISK_FULL", text, asked=size_bytes)
         self._check_share(namespace, size_bytes, left_bytes)
         self._reserved[namespace] += size_bytes

@@ -72,7 +72,9 @@ class KeyRecord:
                         raise sealed_error(self.namespace, "its key record was changed: put a copy back") from None
         wanted = " or ".join(wrapped.master_id for wrapped in self.wrapped)
         if not masters:
-            what = "no master key was given: start the store with --seal-key-file or --seal-keychain"
+            what = (
+                "no master key was given: name it in --seal-key-file or --seal-keychain (KVASIR_STORE_SEAL_KEY_FILE, …)"
+            )
         else:
             what = f"the master key in {masters[0].where} is another ({masters[0].id}): give the right one"
         raise sealed_error(self.namespace, f"it needs the master key {wanted}, and {what}")

@@ -57,6 +57,8 @@ def parse_address(text: str) -> Address:
     """Raises AddressError: not an address, a relative socket path, or one longer than systems allow."""
     if text.startswith("unix:"):
         return Address(socket_path=_socket_path(text.removeprefix("unix:")))
+    if text.isascii() and text.isdigit():
+        raise AddressError(f"{text!r}: expected a host before the port, as 127.0.0.1:{text}")
     host, colon, port = text.rpartition(":")
     is_v6 = host.startswith("[") and host.endswith("]")
     if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:

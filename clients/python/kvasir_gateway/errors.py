@@ -29,7 +29,7 @@ from kvasir_gateway.turn import AsWritten, json_line, renamed, sse
 _log = logging.getLogger(__name__)
 # Reasons for which a caller must shorten its conversation: to try again would not help.
 _TOO_LONG = ("CONTEXT_EXCEEDED", "MEMORY_EXCEEDED", "PROMPT_TOO_LARGE")
-# gRPC's words for an engine for which nobody answers, or which ended in a reply, as one that was killed and starts again.
+# gRPC's words for an engine that does not answer, or ended in a reply, as one that was killed and starts again.
 _NOBODY = re.compile(
     r"(failed to connect to all addresses; last error: |Stream removed|Socket closed).*?(?= \(agent '|$)", re.DOTALL
 )

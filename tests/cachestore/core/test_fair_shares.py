@@ -70,7 +70,8 @@ def test_a_full_disk_tells_neither_paths_nor_what_others_have(lab: Lab) -> None:
         with pytest.raises(ResourceExhausted) as refused:
             store.blobs.open_writer(NS, Digest("ab" * 32, MIB), BlobKind.TENSORS)
         assert refused.value.reason == "DISK_FULL"
-        assert refused.value.message == f"disk: no room for {MIB} bytes more beside what must stay free"
+        room = f"disk: no room for {MIB} bytes more beside what must stay free"
+        assert refused.value.message == f"{room} (--free-disk-reserve-bytes)"
         assert refused.value.metadata == {"asked_bytes": str(MIB)}
 
 

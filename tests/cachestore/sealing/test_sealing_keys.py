@@ -21,7 +21,8 @@ WRONG = MasterKey(b"w" * 32, "the wrong file")
 
 
 @pytest.mark.parametrize(
-    ("masters", "words"), [([], "no master key was given"), ([WRONG], "the wrong file is another")]
+    ("masters", "words"),
+    [([], r"no master key was given.*KVASIR_STORE_SEAL_KEY_FILE"), ([WRONG], "the wrong file is another")],
 )
 def test_without_its_key_a_namespace_is_shut_and_the_others_are_served(
     lab: Lab, masters: list[MasterKey], words: str

@@ -289,3 +289,8 @@ def test_addresses_are_read_as_people_write_them() -> None:
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(AddressError):
         parse_address(text)
+
+
+def test_a_port_alone_is_refused_with_the_address_that_was_meant() -> None:
+    with pytest.raises(AddressError, match=r"'8642'.* as 127\.0\.0\.1:8642"):
+        parse_address("8642")
