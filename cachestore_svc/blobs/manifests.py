@@ -9,7 +9,7 @@ from typing import Any
 
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
 from kvasir.formats import manifest as manifests
-from kvasir.formats.block_file import FileIdentity, HeaderError, Layout, expected_state_tensors, expected_tensors
+from kvasir.formats.block_file import FileIdentity, HeaderError, Layout, expected_state_tensors, row_layouts
 from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain, chain_hashes, kv_identity_hash, window_block_hash
 from kvasir.formats.digest import Digest
 from kvasir.formats.layer_groups import keeps_all_tokens
@@ -169,8 +169,7 @@ def _state_schema(identity: identity_pb2.KvIdentity) -> str | None:
 
 @lru_cache(maxsize=512)  # a layout has one for each length of a tail
 def _schema_of_rows(identity: bytes, rows: int, group: int) -> str:
-    layout = identity_pb2.KvIdentity.FromString(identity)
-    return schema_hash(Layout(expected_tensors(layout, rows, group)).text)
+    return schema_hash(row_layouts(identity, group).layout(rows).text)
 
 
 def _named_rows(

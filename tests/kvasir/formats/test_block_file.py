@@ -2,6 +2,7 @@
 
 import json
 import struct
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,19 +11,25 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvasir.cachestore.v1 import identity_pb2
+from kvasir.formats import block_file
 from kvasir.formats.block_file import (
     MAX_HEADER_BYTES,
     MAX_TENSORS,
     FileIdentity,
+    Header,
     HeaderError,
+    Layout,
     TensorSpec,
     check_schema,
     encode,
+    encode_header,
     expected_state_tensors,
     expected_tensors,
     header_size,
     layer_tensors,
     parse_header,
+    row_layouts,
+    tensor_entries,
 )
 from kvasir.formats.block_hash import kv_identity_hash
 from kvasir.formats.digest import Digest
@@ -40,6 +47,8 @@ from tests.made_models.synthetic import (
     kv_identity,
 )
 
+EXACT = kv_identity("some exact", full_layers(3, 2, 64))
+EXACT.policy.exact_layers.append(1)
 IDENTITY = FileIdentity("tail", "ab" * 32, 0, 5, "cd" * 32)
 TENSORS = [
     (TensorSpec("layer_0_k", "F16", (2, 5, 8)), bytes(160)),
@@ -144,12 +153,65 @@ def test_exact_layers_and_latent_layers_have_their_own_tensors() -> None:
     assert [spec.name.split("_")[2] for spec in expected_tensors(kv_identity("mla", [latent]), 3)] == ["k"] * 3
 
 
+@pytest.mark.parametrize(
+    ("identity", "group"), [(TINY, 0), (LLAMA_8B, 0), (WINDOWED, 512), (WINDOWED, 300), (EXACT, 0), (TINY, 512)]
+)
+def test_layouts_that_differ_in_rows_are_those_made_of_each_tensor(
+    identity: identity_pb2.KvIdentity, group: int
+) -> None:
+    layouts = row_layouts(identity.SerializeToString(), group)
+    for rows in (1, 2, 9, 10, 99, 100, 255, 256):
+        specs = expected_tensors(identity, rows, group)
+        assert layouts.layout(rows) == Layout(specs)
+        assert layouts.entries(rows) == tensor_entries(specs)
+
+
 def test_a_buffer_of_another_size_is_not_encoded() -> None:
     with pytest.raises(ValueError, match="expected 160 bytes, got 159"):
         encode(IDENTITY, [(TENSORS[0][0], bytes(159))])
 
 
 # --- strangers' headers ---
+
+
+def tail_header(rows: int, kv_identity_hash: str, specs: Sequence[TensorSpec] | None = None) -> bytes:
+    identity = FileIdentity("tail", kv_identity_hash, 0, rows, "cd" * 32)
+    return encode_header(identity, specs or expected_tensors(SMALL, rows))
+
+
+def parsed(header: bytes, rows: int) -> Header:
+    size_bytes = sum(spec.size_bytes for spec in expected_tensors(SMALL, rows))
+    return parse_header(header, len(header) + size_bytes)
+
+
+def test_tails_of_other_lengths_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turn of an 8B ended with 2 ms of it in the store, behind which the turn waited."""
+    checked: list[object] = []
+    check = block_file._checked_layout
+    monkeypatch.setattr(block_file, "_checked_layout", lambda entries: checked.append(entries) or check(entries))
+    for rows in (7, 9, 10, 200, 255):
+        header = parsed(tail_header(rows, "e1" * 32), rows)
+        assert header.tensors == expected_tensors(SMALL, rows)
+        assert header.layout.rows == {rows}
+    assert len(checked) == 1
+
+
+def test_a_tail_of_another_length_that_is_wrong_is_refused_like_the_first() -> None:
+    parsed(tail_header(7, "e2" * 32), 7)
+    right = tail_header(9, "e2" * 32)
+    for old, new, why in (
+        (b'"layer_0_k_weights"', b'"layer_0_q_weights"', "tensor name"),
+        (b'"U32"', b'"U64"', "dtype"),
+        (b",9,", b",8,", "data_offsets"),
+        (b'"data_offsets":[0,', b'"data_offsets":[1,', "data_offsets"),
+    ):
+        assert old in right
+        with pytest.raises(HeaderError, match=why):
+            parsed(right.replace(old, new, 1), 9)
+    with pytest.raises(HeaderError, match="shape: expected"):  # other rows than the file says
+        parsed(tail_header(9, "e2" * 32, expected_tensors(SMALL, 8)), 8)
+    with pytest.raises(HeaderError, match="file size"):
+        parsed(right, 8)
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 100])

@@ -108,6 +108,32 @@ class Layout:
         )
 
 
+class RowLayouts:
+    """Layouts of blocks and tails that differ in their rows alone. To make each of its tensors takes some ten times as
+    long, and every turn ends with a tail of another length.
+    """
+
+    def __init__(self, one: Layout) -> None:
+        """`one`: of any rows, all of whose tensors have them."""
+        self._tensors = [(spec.name, spec.dtype, spec.shape[0], spec.shape[2]) for spec in one.tensors]
+        self._factors: list[int] = []  # of the numbers in the text: each is so many times the rows
+        entries, offset = [], 0
+        for spec, (name, dtype, heads, width) in zip(one.tensors, self._tensors, strict=True):
+            end = offset + spec.size_bytes // spec.shape[1]
+            self._factors += (1, offset, end)
+            entries.append(f'"{name}":{{"dtype":"{dtype}","shape":[{heads},%d,{width}],"data_offsets":[%d,%d]}}')
+            offset = end
+        self._form = ",".join(["", *entries]) + "}"
+
+    def layout(self, rows: int) -> Layout:
+        specs = [TensorSpec(name, dtype, (heads, rows, width)) for name, dtype, heads, width in self._tensors]
+        return Layout(tuple(specs))
+
+    def entries(self, rows: int) -> bytes:
+        """As `tensor_entries` of that layout."""
+        return (self._form % tuple([factor * rows for factor in self._factors])).encode()
+
+
 @dataclass(frozen=True, slots=True)
 class Header:
     """A checked header: identity, tensors in file order, and where their bytes begin."""
@@ -149,6 +175,12 @@ def plain_policy(
 def expected_tensors(identity: identity_pb2.KvIdentity, rows: int, group: int = 0) -> tuple[TensorSpec, ...]:
     """Tensors of a block or tail with `rows` tokens: every layer of the group, in order; none for a foreign group."""
     return tuple(spec for index in layers_of(identity, group) for spec in layer_tensors(identity, index, rows))
+
+
+@lru_cache(_LAYOUTS)
+def row_layouts(identity: bytes, group: int) -> RowLayouts:
+    """Those of a group's blocks and tails. `identity`: a KvIdentity, serialized."""
+    return RowLayouts(Layout(expected_tensors(identity_pb2.KvIdentity.FromString(identity), BLOCK_TOKENS, group)))
 
 
 def expected_state_tensors(identity: identity_pb2.KvIdentity) -> tuple[TensorSpec, ...]:
@@ -280,7 +312,9 @@ def _parts(text: bytes) -> tuple[FileIdentity, Layout]:
     if end >= 2 and text.startswith(b'{"__metadata__":'):
         try:
             [metadata] = _load_json(text[:end] + b"}").values()
-            return _file_identity(metadata), _layout(b"{" + text[end + 1 :].rstrip(b" "))
+            identity = _file_identity(metadata)
+            of = identity.kv_identity_hash, identity.window, identity.tokens if identity.kind != "state" else 0
+            return identity, _layout(text[end:].rstrip(b" "), *of)
         except ValueError:  # it is another writer's, or not right: the error then is that of the whole
             pass
     entries = _load_json(text)
@@ -288,8 +322,23 @@ def _parts(text: bytes) -> tuple[FileIdentity, Layout]:
 
 
 @lru_cache(_LAYOUTS)
-def _layout(text: bytes) -> Layout:
-    return _checked_layout(_load_json(text))
+def _layout(entries: bytes, kv_identity_hash: str, window: int, rows: int) -> Layout:
+    """The layout of these `tensor_entries`. `rows`: as many as the file says that it has; 0: it is a state. Where they
+    are those of a checked file of the same group but for the rows, nothing else can be wrong.
+    """
+    known = _known_layouts(kv_identity_hash, window)
+    if rows and known and known[0].entries(rows) == entries:
+        return known[0].layout(rows)
+    layout = _checked_layout(_load_json(b"{" + entries[1:]))
+    if layout.rows == {rows}:
+        known[:] = [RowLayouts(layout)]
+    return layout
+
+
+@lru_cache(_LAYOUTS)
+def _known_layouts(_kv_identity_hash: str, _window: int) -> list[RowLayouts]:
+    """Of a group's last file that was checked, or none yet."""
+    return []
 
 
 def _checked_layout(entries: Mapping[str, object]) -> Layout:
