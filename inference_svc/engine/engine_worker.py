@@ -79,6 +79,7 @@ class EngineWorker:
     def give_back(self, most_bytes: int, spared: Collection[AgentKey]) -> int:
         """Drop memories that the store has, but for `spared`, until KV needs at most so many bytes; returns the bytes
         that became free."""
+        self.memories.drop_begun()
         idle = () if self._pool.keeps_memory else self.memories.stored_keys()
         stored = [key for key in idle if key not in spared]
         tables = [[*memory.kv.pages] for key in stored if (memory := self.memories.get(key)) is not None]
@@ -338,12 +339,15 @@ class EngineWorker:
         if failure is not None:
             forget_frames(failure)
         sequence.finish(failure)
-        kv, sequence.kv, sequence.swapped = sequence.kv, None, None
+        kv, sequence.swapped = sequence.kv, None
         if sequence.arrival is not None:
             sequence.arrival.load.release()
             sequence.arrival = None
-        if failure is not None and kv is not None:
+        if isinstance(failure, Cancelled) and kv is not None and kv not in self._decoder.batch:
+            self.room.keep_begun(sequence)
+        elif failure is not None and kv is not None:
             kv.release()
+        sequence.kv = None
         self.room.give_up(sequence)
         self._scheduler.remove(sequence)
         self._emit(sequence)

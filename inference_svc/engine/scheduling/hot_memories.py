@@ -6,8 +6,10 @@ namespaces lose some: an idle memory keeps no turn waiting. Within each group me
 then the order is that of `ExpectedUse`. Memories share pages: dropping one frees only what nobody else holds. A memory
 that a running turn extends is not dropped, and none is dropped if that would not make enough room.
 
-Unstored memories go last, and not at all while they are on their way to the store (`Owed`). A memory that is being
-stored is pinned besides, so that its publication sends it unchanged while its agent goes on.
+The prefix that a cancelled turn had prefilled stays for turns of its namespace that begin alike. It goes before all
+memories, and with the agent's next memory. Unstored memories go last, and not at all while they are on their way to the
+store (`Owed`). A memory that is being stored is pinned besides, so that its publication sends it unchanged while its
+agent goes on.
 """
 
 from collections import Counter
@@ -174,6 +176,7 @@ class HotMemories:
         self._memories: dict[AgentKey, ResidentMemory] = {}
         self.outgoing = OutgoingMemories(self._memories, self.ledger)
         self._expected = ExpectedUse()
+        self._begun: dict[AgentKey, ResidentMemory] = {}  # prefixes that cancelled turns had prefilled
 
     # --- memories ---
 
@@ -192,8 +195,25 @@ class HotMemories:
         self._memories[key] = memory
         self.ledger.resident_state_bytes += memory.state_bytes
 
+    def keep_begun(self, key: AgentKey, prefix: ResidentMemory) -> None:
+        """Keep a prefix without states that a cancelled turn of the key had prefilled, instead of those within it."""
+        for other, each in list(self._begun.items()):
+            if other.namespace == key.namespace and each.chain == prefix.chain[: len(each.chain)]:
+                self._drop_begun(other)
+        self._drop_begun(key)
+        self._begun[key] = prefix
+
+    def drop_begun(self) -> None:
+        for key in list(self._begun):
+            self._drop_begun(key)
+
+    def _drop_begun(self, key: AgentKey) -> None:
+        if (prefix := self._begun.pop(key, None)) is not None:
+            prefix.kv.release()
+
     def drop(self, key: AgentKey) -> bool:
-        """Forget the key's memory; True if there was one."""
+        """Forget the key's memory, and the prefix of a cancelled turn; True if there was a memory."""
+        self._drop_begun(key)
         memory = self._memories.pop(key, None)
         if memory is None:
             return False
@@ -202,16 +222,21 @@ class HotMemories:
         return True
 
     @property
+    def _all(self) -> list[ResidentMemory]:
+        return [*self._memories.values(), *self.outgoing.pinned, *self._begun.values()]
+
+    @property
     def pages(self) -> set[int]:
-        return {page for memory in (*self._memories.values(), *self.outgoing.pinned) for page in memory.kv.pages}
+        return {page for memory in self._all for page in memory.kv.pages}
 
     def sizes(self) -> dict[AgentKey, int]:
         """Bytes of each memory, with what it shares. From any thread."""
         return {key: self._size(memory) for key, memory in list(self._memories.items())}
 
     def of_namespace(self, namespace: str | None) -> list[ResidentMemory]:
-        """The newest last."""
-        return [memory for key, memory in self._memories.items() if key.namespace == namespace]
+        """Also the prefixes of its cancelled turns."""
+        found = (*self._memories.items(), *self._begun.items())
+        return [memory for key, memory in found if key.namespace == namespace]
 
     def stored_keys(self) -> list[AgentKey]:
         """Keys of idle memories that the store has, in the order in which memories are dropped."""
@@ -252,7 +277,7 @@ class HotMemories:
         return sorted(keys, key=self._keeping_order)
 
     def _droppable_bytes(self, keys: Collection[AgentKey]) -> int:
-        memories = [*(self._memories[key] for key in keys), *self.outgoing.droppable]
+        memories = [*(self._memories[key] for key in keys), *self.outgoing.droppable, *self._begun.values()]
         states = sum(memory.state_bytes for memory in memories)
         return self.ledger.freed_bytes([list(memory.kv.pages) for memory in memories]) + states
 
@@ -263,6 +288,9 @@ class HotMemories:
         share_bytes = self.ledger.total_bytes // len(held)
         for pinned in self.outgoing.droppable:  # frees nothing while the memory is hot, which can be pinned again
             self.outgoing.unpin(pinned)
+        for key in list(self._begun):
+            if needed_bytes > self.ledger.free_bytes:
+                self._drop_begun(key)
         for is_for_all in (False, True):
             for key in [key for key in keys if key in self._memories]:
                 if needed_bytes <= self.ledger.free_bytes:

@@ -1,4 +1,4 @@
-"""A call that is cancelled, at whatever moment, leaves no handler, no place and no memory behind."""
+"""A call that is cancelled, at whatever moment, leaves no handler, no place and no agent's memory behind."""
 
 import asyncio
 import random
@@ -31,21 +31,19 @@ async def all_places(client: AioInferenceClient) -> None:
 @pytest.mark.long(6)
 def test_cancelled_calls_leave_no_handler_behind(model: Path, tmp_path: Path) -> None:
     """(LESSONS 28, 25) In the queue, while the prompt is computed, and while it generates; then every place is free,
-    the memory is what it was, and nothing holds up the end of the process.
+    no page is lost, and nothing holds up the end of the process.
     """
     chance = random.Random(28)
 
     async def cancel_many(address: str) -> None:
         async with AioInferenceClient.connect(address) as client:
             await all_places(client)
-            before = (await client.get_stats()).engine.kv_memory_used_bytes
             for start in range(0, 10 * PLACES, PLACES):
                 numbers = range(start, start + PLACES)
                 await asyncio.gather(*(cancelled(client, number, chance.uniform(0.01, 0.6)) for number in numbers))
             give_up = time.monotonic() + 20
-            # A busy machine hears of the last cancels late; a turn that has no memory yet holds a place already.
-            while await client.list_turns() or (await client.get_stats()).engine.kv_memory_used_bytes > before:
-                assert time.monotonic() < give_up, "a row or a place was never freed"
+            while await client.list_turns():  # a busy machine hears of the last cancels late
+                assert time.monotonic() < give_up, "a place was never freed"
                 await asyncio.sleep(0.02)
             await all_places(client)
 
@@ -54,3 +52,4 @@ def test_cancelled_calls_leave_no_handler_behind(model: Path, tmp_path: Path) ->
     ) as house:
         asyncio.run(cancel_many(house.engine.address))
         assert house.engine.stop() == 0  # a handler that was left would be waited for
+        assert "pages_leaked" not in house.engine.log

@@ -1,0 +1,74 @@
+"""The prefix that a cancelled turn had prefilled serves any turn that begins alike. It goes before any memory."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from kvasir.errors import Cancelled
+
+from inference_svc.engine.api import Prefilled, Started, Tokens
+from tests.inference.engine.driving import Driver, Listener, driver_with_room_for, tokens_of
+
+pytestmark = pytest.mark.cells_of_a_block
+
+
+def cancelled(driver: Driver, prompt: tuple[int, ...], listener: Listener, **settings: object) -> None:
+    with contextlib.suppress(Cancelled):
+        driver.turn(prompt, listener=listener, namespace="tests", **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [Prefilled, Tokens])
+@pytest.mark.parametrize("is_an_agents", [True, False])
+def test_a_retry_goes_on_from_the_whole_blocks_that_a_cancelled_turn_had(
+    driver: Driver, kind: type[Prefilled | Tokens], is_an_agents: bool
+) -> None:
+    prompt, key = tokens_of(600, 60 + is_an_agents), driver.key() if is_an_agents else None
+    alone = driver.reply(driver.turn(prompt))
+    cancelled(driver, prompt, Listener().cancel_at(kind, 1), key=key)
+    assert key is None or driver.engine.memories.get(key) is None
+    other = driver.turn(prompt, namespace="others")
+    assert (other.cached_tokens, driver.reply(other)) == (0, alone)
+    again = driver.turn(prompt, key=key, namespace="tests")
+    assert (again.cached_tokens, driver.reply(again)) == (256 if kind is Prefilled else 512, alone)
+
+
+def test_each_retry_comes_further_until_the_prompt_is_whole(driver: Driver) -> None:
+    prompt, key = tokens_of(900, 62), driver.key()
+    begun = []
+    for _ in range(3):
+        listener = Listener().cancel_at(Prefilled, 1)
+        cancelled(driver, prompt, listener, key=key)
+        begun += [event.cached_tokens for event in listener.events if isinstance(event, Started)]
+    assert begun == [0, 256, 512]
+    assert driver.turn(prompt, key=key, namespace="tests", max_tokens=1).cached_tokens == 768
+    assert driver.engine.memories.drop(key).result(60)
+    assert driver.turn(prompt, namespace="tests", max_tokens=1).cached_tokens == 0, (
+        "it went with the agent's next memory"
+    )
+
+
+def test_a_cancelled_prefix_makes_room_before_any_memory(model_dir: Path, tmp_path: Path) -> None:
+    with driver_with_room_for(1_280, model_dir, tmp_path) as small:
+        key, _ = small.remember(300, 65)
+        prompt = tokens_of(600, 66)
+        cancelled(small, prompt, Listener().cancel_at(Prefilled, 2))
+        used = small.engine.memory_used_bytes
+        assert small.turn(tokens_of(600, 67), namespace="others", max_tokens=1).completion_tokens == 1
+        assert small.engine.memories.get(key) is not None
+        assert small.engine.memory_used_bytes < used
+        assert small.turn(prompt, namespace="tests", max_tokens=1).cached_tokens == 0
+
+
+def test_an_idle_engine_gives_back_cancelled_prefixes(driver: Driver) -> None:
+    prompt = tokens_of(300, 68)
+    cancelled(driver, prompt, Listener().cancel_at(Prefilled, 1))
+    driver.engine.memories.give_back(0).result(60)
+    assert driver.turn(prompt, namespace="tests", max_tokens=1).cached_tokens == 0
+
+
+def test_prompts_without_an_agent_take_no_place_from_each_other(driver: Driver) -> None:
+    prompts = [tokens_of(300, seed) for seed in (69, 70)]
+    for prompt in prompts:
+        cancelled(driver, prompt, Listener().cancel_at(Prefilled, 1))
+    ends = [driver.turn(prompt, namespace="tests", max_tokens=1).cached_tokens for prompt in prompts]
+    assert ends == [256, 256]
