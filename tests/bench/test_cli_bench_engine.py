@@ -62,6 +62,7 @@ def test_a_picture_is_written_for_each_case(found: tuple[Any, Path]) -> None:
     assert all(path.read_bytes().startswith(PNG) for path in pictures.iterdir())
 
 
+@pytest.mark.long(4)
 def test_the_help_names_every_key(tmp_path: Path) -> None:
     told = re.sub(r"\s+", " ", Cli(tmp_path).done("bench", "engine", "--help").out)
     for case, keys in engine_keys.CASES.items():

@@ -123,6 +123,7 @@ def test_a_memory_of_each_kind_of_layer_is_restored_whole(
         engine.close()
 
 
+@pytest.mark.long(2)
 def test_what_is_known_is_kept_after_each_row(new_lab: Callable[..., Lab]) -> None:
     kept: list[dict[str, Any]] = []
     lab = new_lab(repeats=1, is_quick=True, lengths=(64, 80))

@@ -386,6 +386,7 @@ def test_a_turn_that_a_server_fails_is_a_case_s_failure_and_not_the_run_s() -> N
         asyncio.run(conversations._streamed(Full(), "ada", []))
 
 
+@pytest.mark.long(5)
 def test_a_picture_has_published_and_measured_lines_of_one_unit(tmp_path: Path) -> None:
     plots = report.plots(results())
     picture, rows = plots.drawn["paper_5.5_s"]

@@ -318,6 +318,7 @@ def test_a_suite_whose_time_is_over_counts_the_tests_that_it_has_run(
     assert value["failed_tests"] == ["test_it.py::test_first"]
 
 
+@pytest.mark.long(10)
 @pytest.mark.parametrize("by", ["a signal", "a terminal"])
 def test_a_step_that_is_ended_ends_its_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     """A suite has no limit of its own: it would go on for hours behind a proof that was killed. A terminal interrupts

@@ -157,6 +157,7 @@ def test_a_person_stops_a_reply_forks_writes_lines_and_leaves(house: House, term
     assert terminal.code() == 0
 
 
+@pytest.mark.long(3)
 def test_two_interrupts_at_the_prompt_leave(terminal: Terminal) -> None:
     terminal.until_asked("ada")
     terminal.interrupt("leaves.")
@@ -165,6 +166,7 @@ def test_two_interrupts_at_the_prompt_leave(terminal: Terminal) -> None:
     assert terminal.code() == 130
 
 
+@pytest.mark.long(7)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_at_the_prompt_ends_the_chat_at_once(number: signal.Signals, terminal: Terminal) -> None:
     terminal.until_asked("ada")
@@ -198,6 +200,7 @@ def test_an_engine_that_is_started_again_is_waited_for_and_does_the_turn_once(ho
         house.engine.start()
 
 
+@pytest.mark.long(2)
 def test_a_script_says_one_thing_and_gets_the_reply_alone(cli: Cli, options: tuple[str, ...]) -> None:
     said = cli.done(*options, "chat", "zoe", "--once", "Hello.", "--max-tokens", "4")
     assert (len(said.out.splitlines()), "version 1" in said.err) == (1, True)

@@ -328,6 +328,7 @@ def test_a_file_of_results_is_not_looked_for_in_the_store(tmp_path: Path) -> Non
     assert (ended.code, "store scrub" in ended.err) == (6, False), ended.err
 
 
+@pytest.mark.long(5)
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 @pytest.mark.parametrize("as_json", [(), ("--json",)])
 def test_a_full_disk_is_named_with_what_to_do(tmp_path: Path, as_json: tuple[str, ...]) -> None:

@@ -31,6 +31,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.long(3)
 def test_no_file_of_the_current_directory_stands_for_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "statistics.py").write_text("raise SystemExit('not the one of Python')")
     monkeypatch.chdir(tmp_path)
@@ -84,6 +85,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.long(5)
 def test_services_of_a_command_s_own_end_with_one_that_is_killed(tmp_path: Path) -> None:
     """An engine of a self-test or a bench would keep its memory until the machine starts again."""
     (tmp_path / "draws.py").write_text(_DRAWS)

@@ -89,6 +89,7 @@ def test_the_network_is_the_one_that_mlx_lm_runs() -> None:
     assert np.abs(ours - theirs).max() < 1e-3 * np.abs(theirs).max()
 
 
+@pytest.mark.long(2)
 def test_rounding_in_training_is_mlx_s_own_quantization() -> None:
     x = np.random.default_rng(1).normal(size=(1, 5, 2, 64)).astype(np.float32)
     x[0, 0, 0], x[0, 1, 0] = 0.0, np.abs(x[0, 1, 0])
@@ -98,6 +99,7 @@ def test_rounding_in_training_is_mlx_s_own_quantization() -> None:
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
+@pytest.mark.long(4)
 def test_what_is_saved_is_what_is_loaded(small: train.Plan, tmp_path: Path) -> None:
     weights = network.initial(small.shape, 3)
     network.save(weights, small.shape, tmp_path)

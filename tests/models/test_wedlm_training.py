@@ -102,6 +102,7 @@ def test_a_row_without_replies_teaches_nothing() -> None:
     assert (weights[1].max(-1) > 0).all()
 
 
+@pytest.mark.long(3)
 def test_short_rows_have_long_replies_and_each_step_has_its_own_rows() -> None:
     steps = list(itertools.islice(train.batches(train.Plan()), 3))
     assert [[batch.kind for batch in group] for group in steps] == 3 * [["conversation"] * 2 + ["review", "short"]]
@@ -247,6 +248,7 @@ def test_a_run_lowers_both_losses_and_one_that_was_interrupted_ends_with_the_sam
     )
 
 
+@pytest.mark.long(10)
 def test_the_mean_of_two_files_of_weights_lies_between_them(tiny: Path, tmp_path: Path) -> None:
     network.save(network.initial(SMALL, 2), SMALL, tmp_path)
     parts = {tiny / "model.safetensors": 3.0, tmp_path / "model.safetensors": 1.0}

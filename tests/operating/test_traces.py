@@ -32,6 +32,7 @@ def traced(collector: tuple[Collector, int], tmp_path_factory: pytest.TempPathFa
         yield front
 
 
+@pytest.mark.long(2)
 def test_one_trace_goes_through_gateway_engine_and_store(traced: Front, collector: tuple[Collector, int]) -> None:
     answer = httpx.post(
         f"{traced.gateway.url}/v1/chat/completions",

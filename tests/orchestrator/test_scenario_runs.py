@@ -168,6 +168,7 @@ def test_an_agent_goes_on_beyond_its_context_as_its_on_full_says(small_house: Ho
     assert refused.value.reason == "CONTEXT_EXCEEDED"
 
 
+@pytest.mark.long(3)
 def test_turns_that_hear_nothing_of_each_other_run_beside_each_other(house: House) -> None:
     kinds = [type(event) for event in events_of(house, named("beside")) if isinstance(event, TurnStarted | TurnDone)]
     assert kinds[:2] == [TurnStarted, TurnStarted]
@@ -183,6 +184,7 @@ def test_a_second_run_goes_on_from_what_permanent_agents_remember(house: House) 
         assert client.get_agent("again/marco").lines[0].version == 4
 
 
+@pytest.mark.long(3)
 def test_a_dry_run_counts_the_tokens_that_turns_will_have(house: House, tmp_path: Path) -> None:
     file, done = tmp_path / "counted.yaml", events_of(house, named("uncounted"))
     file.write_text(TEXT.replace("NAME", "counted"))
@@ -525,6 +527,7 @@ def test_the_example_of_the_page_runs(house: House, capsys: pytest.CaptureFixtur
     assert "tokens reused" in capsys.readouterr().out
 
 
+@pytest.mark.long(4)
 def test_the_scenario_of_the_page_is_right_and_ends_well(house: House) -> None:
     page = (Path(plain_asyncio.__file__).parents[1] / "README.md").read_text()
     [text] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)

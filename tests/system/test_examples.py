@@ -153,6 +153,7 @@ def test_a_newcomers_task_takes_at_most_five_commands(user: Path) -> None:
         assert in_order(words, printed), f"{task}: {printed}"
 
 
+@pytest.mark.long(8)
 def test_the_snippet_of_the_python_client_runs(user: Path) -> None:
     [snippet] = re.findall(r"```python\n(.*?)```", (ROOT / "clients/python/README.md").read_text(), re.DOTALL)
     printed = printed_by(user, sys.executable, "-c", snippet)

@@ -68,6 +68,7 @@ def test_there_and_back_goes_on_token_for_token(mac: Mac, story: Story) -> None:
     assert [tokens for _, tokens in back] == [tokens for _, tokens in stayed]
 
 
+@pytest.mark.long(8)
 def test_a_file_that_only_the_seed_knows_goes_on_token_for_token(mac: Mac, story: Story) -> None:
     file = seed_file_of(mac, "ada")
     with mac.store_client() as store:

@@ -96,6 +96,7 @@ def test_costs_follow_their_prices() -> None:
     assert found["bytes moved"] == pytest.approx(dearer["fleet"]["restored_bytes_of_day"] * 30 / 1e9 * 0.09)
 
 
+@pytest.mark.long(4)
 def test_the_command_names_the_part_that_breaks_first(tmp_path: Path) -> None:
     own = tmp_path / "own.json"
     own.write_text('{"commits_per_s_of_store": 0.001}')

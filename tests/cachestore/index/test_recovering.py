@@ -281,6 +281,7 @@ def test_the_program_recovers_a_namespace_that_was_kept_out(lab: Lab) -> None:
             store.snapshots.get(NS, "b")
 
 
+@pytest.mark.long(2)
 def test_letters_that_the_output_lacks_end_no_report_of_a_recovery(lab: Lab) -> None:
     with lab.open() as store:
         publish(store, "Małgorzata", SyntheticAgent(SMALL, 1).turn(300), 0)

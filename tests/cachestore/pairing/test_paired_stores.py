@@ -420,6 +420,7 @@ def test_pairing_works_beside_a_store_that_does_not_run_and_holds_after_its_star
             assert_whole(ours, "ada", ada)
 
 
+@pytest.mark.long(3)
 def test_a_door_that_a_hangup_opens_while_the_store_starts_has_its_services(tmp_path: Path) -> None:
     with mac(tmp_path / "a") as one, mac(tmp_path / "b") as other:
         pair(one, other)

@@ -248,6 +248,7 @@ def test_no_two_owners_have_a_lease_at_two_stores(stores: tuple[Lab, Store, Stor
 # --- events ---
 
 
+@pytest.mark.long(2)
 def test_a_watcher_at_one_store_hears_the_commits_of_the_other_in_order_and_none_twice(
     stores: tuple[Lab, Store, Store],
 ) -> None:

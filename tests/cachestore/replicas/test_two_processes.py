@@ -39,6 +39,7 @@ def head_of(client: StoreClient, agent: str) -> int:
     return client.get_snapshot(agent)[0].version
 
 
+@pytest.mark.long(5)
 def test_after_a_kill_of_one_the_other_has_all_and_a_new_directory_may_join(replicas: Replicas) -> None:
     agent = SyntheticAgent(SMALL, 1)
     first, second, third = (agent.turn(300) for _ in range(3))
@@ -66,6 +67,7 @@ def test_after_a_kill_of_one_the_other_has_all_and_a_new_directory_may_join(repl
     assert b.stop() == 0
 
 
+@pytest.mark.long(7)
 @pytest.mark.parametrize("step_s", [3600, -3600])
 def test_a_store_that_starts_behind_a_step_of_the_databases_clock_gives_no_lease_twice(
     replicas: Replicas, step_s: float
@@ -85,6 +87,7 @@ def test_a_store_that_starts_behind_a_step_of_the_databases_clock_gives_no_lease
         assert at_b.acquire_lease("bob", KV, "engine-2").lease.generation == 2
 
 
+@pytest.mark.long(5)
 def test_of_writers_of_one_agent_at_both_one_wins_each_version(replicas: Replicas) -> None:
     stores = [replicas.start(name) for name in "ab"]
     won: dict[int, list[str]] = {}
@@ -117,6 +120,7 @@ def test_of_writers_of_one_agent_at_both_one_wins_each_version(replicas: Replica
             assert (shown.version, [Digest.from_proto(shown.manifest).hash]) == (newest, won[newest])
 
 
+@pytest.mark.long(8)
 def test_a_replica_that_is_unlike_and_a_copy_of_the_database_are_refused(replicas: Replicas, tmp_path: Path) -> None:
     a = replicas.start("a")
     with a.client() as client:
@@ -140,6 +144,7 @@ def test_a_replica_that_is_unlike_and_a_copy_of_the_database_are_refused(replica
     assert "another copy of this database" in replicas.home("a").refusal(*replicas.options())
 
 
+@pytest.mark.long(4)
 def test_a_bucket_of_an_earlier_version_goes_to_its_own_directory_before_others_join(replicas: Replicas) -> None:
     turn = SyntheticAgent(SMALL, 1).turn(300)
     a = replicas.start("a")
@@ -209,6 +214,7 @@ def test_a_removal_of_a_process_that_stood_still_takes_nothing_that_another_publ
             assert_whole(client, "bob", turn)
 
 
+@pytest.mark.long(4)
 def test_a_removal_that_arrives_late_takes_nothing_that_another_published_since(replicas: Replicas, link: Link) -> None:
     """Its process is killed after it sent it."""
     turn = SyntheticAgent(SMALL, 1).turn(300)
@@ -231,6 +237,7 @@ def test_a_removal_that_arrives_late_takes_nothing_that_another_published_since(
         assert_whole(at_c, "bob", turn)
 
 
+@pytest.mark.long(3)
 def test_a_commit_of_a_process_that_stood_still_is_fenced(replicas: Replicas) -> None:
     agent = SyntheticAgent(SMALL, 1)
     first, late, other = agent.turn(30), SyntheticAgent(SMALL, 2).turn(30), agent.turn(30)

@@ -128,6 +128,7 @@ def test_a_round_is_kept_before_its_fleet_ends_though_a_caller_and_a_store_never
     assert "two owners" in done.problems[-1]
 
 
+@pytest.mark.long(3)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_slowed_process_has_a_small_part_of_each_moment_and_then_all_of_it() -> None:
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from google.protobuf.descriptor import Descriptor
 
 from tests.campaigns.fuzz import contract, wire
@@ -27,6 +28,7 @@ def test_every_rpc_of_both_services_has_statuses_that_its_comment_names() -> Non
     assert contract.engine_rpcs()["Warm"].statuses == contract.engine_rpcs()["Generate"].statuses
 
 
+@pytest.mark.long(4)
 def test_mutations_reach_every_field_of_every_request() -> None:
     dice = Dice("every field")
     for rpc in (*contract.store_rpcs().values(), *contract.engine_rpcs().values()):

@@ -213,6 +213,7 @@ class _Loaded(Dice):
         return next(self._answers)
 
 
+@pytest.mark.long(6)
 async def test_a_life_tells_the_turns_of_a_memory_by_their_words_where_two_memories_are_equally_long(
     world: World,
 ) -> None:

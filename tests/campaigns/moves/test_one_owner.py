@@ -17,6 +17,7 @@ def test_whatever_is_cut_or_killed_an_agent_has_one_owner_and_all_that_was_ackno
     assert sum(run(tmp_path, len(SAMPLE), seed=5, accidents=SAMPLE).values()) == len(SAMPLE)
 
 
+@pytest.mark.long(5)
 def test_stores_that_never_move_an_agent_fail_the_campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any, **__: Any) -> None:
         raise Unavailable("nothing moves")

@@ -391,6 +391,7 @@ def test_one_command_at_a_time_uses_a_backup(cli: Cli, kept: Path, tmp_path: Pat
     assert list(tmp_path.iterdir()) == [kept]
 
 
+@pytest.mark.long(8)
 def test_a_share_that_locks_and_syncs_no_folder_takes_one_backup_at_a_time(
     cli: Cli, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -417,6 +418,7 @@ def test_a_share_that_locks_and_syncs_no_folder_takes_one_backup_at_a_time(
     assert (done := in_process("--home", tmp_path / "new", "restore", kept)).code == 0, done.err
 
 
+@pytest.mark.long(3)
 def test_a_restored_homes_name_is_synced_once_it_is_there(
     kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -427,6 +429,7 @@ def test_a_restored_homes_name_is_synced_once_it_is_there(
     assert synced == [(tmp_path, True)]
 
 
+@pytest.mark.long(3)
 def test_a_file_that_goes_while_a_home_is_backed_up_ends_no_backup(
     cli: Cli, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

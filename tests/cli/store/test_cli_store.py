@@ -363,6 +363,7 @@ def test_a_directory_that_is_no_store_is_said_to_be_none_and_stays_as_it_is(comm
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["letter", "others"]
 
 
+@pytest.mark.long(4)
 def test_check_walks_a_store_that_does_not_run(cli: Cli, stopped: Cli) -> None:
     running = cli("store", "check")
     assert (running.code, f"kvasir --home {cli.home} down" in running.err) == (4, True), (

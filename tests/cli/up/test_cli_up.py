@@ -62,6 +62,7 @@ def cli(home: Path) -> Iterator[Cli]:
         yield cli
 
 
+@pytest.mark.long(8)
 def test_chat_through_a_pipe_remembers_between_calls(cli: Cli) -> None:
     first = cli.done("chat", "ada", "--json", "--max-tokens", "8", stdin="My name is Marco.\n")
     turn = json.loads(first.out)
@@ -79,6 +80,7 @@ def test_chat_shows_people_the_reply_and_what_was_cached(cli: Cli) -> None:
     assert "version 1" in said.err
 
 
+@pytest.mark.long(3)
 def test_chat_forks_rolls_back_and_shows_what_is_remembered(cli: Cli) -> None:
     said = cli.done(
         "chat",
@@ -312,6 +314,7 @@ def test_a_new_namespace_remembers_after_a_reload(cli: Cli) -> None:
     assert (listen.value["version"], listen.value["snapshot"]) == (1, "committed")
 
 
+@pytest.mark.long(3)
 def test_status_says_where_the_metrics_of_each_are(cli: Cli) -> None:
     eventually(lambda: cli("status", "--json").code == 0)
     rows = {row["name"]: row for row in cli.done("status", "--json").value["services"]}

@@ -54,6 +54,7 @@ def test_a_command_says_which_extra_it_needs(
     assert f"({absent} missing); install kvasir[{extra}]" in ended.err
 
 
+@pytest.mark.long(3)
 def test_a_store_alone_is_paired_without_what_an_engine_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     without(monkeypatch, "mlx")
     ended = in_process("--home", tmp_path / "home", "peers", "ls", "--json")

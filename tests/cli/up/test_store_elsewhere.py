@@ -172,6 +172,7 @@ def _lines(ended: Ended) -> list[dict[str, Any]]:
     return [json.loads(line) for line in ended.out.splitlines()]
 
 
+@pytest.mark.long(3)
 def test_a_store_that_is_down_is_a_typed_error_of_the_start_and_named_by_status(tmp_path: Path) -> None:
     home, port = in_memory.home(), free_port()
     cli = Cli(home)
@@ -282,6 +283,7 @@ def test_a_store_alone_listens_to_other_machines_only_with_tls_and_refuses_unkno
     assert not (tmp_path / "h").exists()
 
 
+@pytest.mark.long(3)
 def test_fleet_status_names_each_engine_and_the_agents_that_it_has_hot(fleet: Fleet) -> None:
     one, other = fleet.engines
     for cli, agent in ((one, "bob"), (other, "eve")):
@@ -321,6 +323,7 @@ def test_the_gateway_of_several_engines_takes_the_homes_keys(fleet: Fleet) -> No
         assert httpx.post(url, json=body, timeout=60).status_code == 401
 
 
+@pytest.mark.long(3)
 @pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed here")
 def test_nginx_with_the_printed_configuration_keeps_an_agents_turns_at_one_engine(fleet: Fleet) -> None:
     one, port = fleet.engines[0], free_port()

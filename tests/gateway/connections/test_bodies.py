@@ -43,6 +43,7 @@ def values_in(value: object) -> int:
     return 1 + sum(map(values_in, value)) if isinstance(value, list) else 1
 
 
+@pytest.mark.long(3)
 @settings(deadline=None)
 @given(_VALUES, st.sampled_from([None, 1]))
 def test_values_are_counted_as_parsing_makes_them(value: object, indent: int | None) -> None:

@@ -48,6 +48,7 @@ def check(message: dict[str, Any]) -> list[str]:
     return [call["name"] for call in calls]
 
 
+@pytest.mark.long(4)
 def test_a_strict_tools_call_is_bound_and_text_without_calls_is_the_models_own(front: Front) -> None:
     assert len(check(chat(front, tools=tools(), parallel_tool_calls=False, **CALLS))) == 1
     assert check(chat(front, tools=tools(), **CALLS))

@@ -43,6 +43,7 @@ def test_a_load_over_http_is_measured_as_one_over_grpc_and_leaves_no_memory(fron
     assert conversations(front) == before
 
 
+@pytest.mark.long(3)
 def test_a_refused_first_call_ends_the_load_with_the_servers_words(front: Front) -> None:
     told = load(front.gateway.url + "/v1", "wrong", "--model", MODEL, code=4)
     assert "401" in told["error"]["message"]

@@ -234,6 +234,7 @@ def test_a_stream_that_ends_by_a_bug_leaves_its_reason_in_the_log_and_no_text(
     assert "api_error" in event
 
 
+@pytest.mark.long(5)
 def test_a_wrong_base_url_or_key_is_refused_with_the_next_step(front: Front, openai: Any, anthropic: Any) -> None:
     refused = []
     with pytest.raises(openai.NotFoundError) as answer:

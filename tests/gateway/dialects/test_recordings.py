@@ -61,6 +61,7 @@ def played(front: Front, recording: Path, killed_before: str) -> Replay:
     return talk
 
 
+@pytest.mark.long(5)
 def test_a_recorded_conversation_computes_nothing_twice_also_after_a_kill(agents_front: Front) -> None:
     talk = played(agents_front, SMALLEST, LOOK)
     assert {line["side_call"] for line in talk.lines} == {"", "summary"}

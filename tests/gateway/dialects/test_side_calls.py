@@ -433,6 +433,7 @@ def test_a_turn_taken_for_a_side_call_becomes_a_memory_when_it_goes_on(front: Fr
     assert (more.headers["x-agent-id"], more.headers["x-agent-memory"]) == (on.headers["x-agent-id"], "extended")
 
 
+@pytest.mark.long(4)
 def test_a_summary_requested_apart_is_of_the_conversation_that_it_quotes(mortal: Front) -> None:
     chat = Chat(mortal, "bob")
     before = chat.agents()

@@ -221,6 +221,7 @@ def test_without_the_rule_a_billing_line_is_prompted(strict: Front) -> None:
     assert texts[0] > texts[1] + 20
 
 
+@pytest.mark.long(11)
 @given(st.text(), st.sampled_from(["user", "assistant", "tool", "system"]))
 def test_no_other_text_changes(text: str, role: str) -> None:
     reading = Tolerance().reading(None)

@@ -4,6 +4,7 @@ from collections import Counter
 from contextlib import ExitStack
 from math import ceil
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvasir.errors import Unavailable
@@ -55,6 +56,7 @@ def test_an_engine_of_three_open_turns_keeps_its_agent_though_others_are_idle(
     assert choose(Ring(names).order(point), states, hot) == hot
 
 
+@pytest.mark.long(6)
 def test_an_engine_that_goes_moves_its_own_agents_only_and_idle_engines_share_evenly() -> None:
     ring, states = Ring(["one", "two", "three"]), [IDLE] * 3
     before = [choose(ring.order(point), states) for point in AGENTS]

@@ -66,6 +66,7 @@ def test_a_conversation_without_a_name_is_reused_whole_also_after_a_kill(midnigh
     assert len(agents) == 1
 
 
+@pytest.mark.long(3)
 def test_a_stream_and_a_named_agent_tell_it_too(midnights: Front) -> None:
     name = {"x-agent-id": "named"}
     first = ask(midnights, HELLO, **name)

@@ -71,6 +71,7 @@ def moved(value: Any) -> Any:
     return [moved(each) for each in reversed(value)] if isinstance(value, list) else value
 
 
+@pytest.mark.long(3)
 def test_tools_in_another_order_go_on_in_the_one_memory(front: Front) -> None:
     client = Client(front)
     assert "x-kvasir-volatile" not in client.turn("Which ships lie at the quay?", tools=TOOLS).headers
@@ -93,6 +94,7 @@ def test_a_header_that_names_no_rule_is_refused_by_name(front: Front) -> None:
     assert answer.json()["error"]["param"] == "x-kvasir-volatile"
 
 
+@pytest.mark.long(3)
 def test_an_agents_label_holds_for_what_the_gateway_leaves_out_too(front: Front, names: str) -> None:
     billed = "x-anthropic-billing-header: cc_version=1; cch={n};\n" + SYSTEM
     client = Client(front, **{"x-agent-id": names})

@@ -215,6 +215,7 @@ def test_a_pairing_is_shown_whatever_strangers_in_the_network_had_refused() -> N
     assert job.value == {"event": "paired", "name": "mini"}
 
 
+@pytest.mark.long(7)
 def test_a_long_result_of_several_lines_is_whole() -> None:
     job, result = Job("this home", 0), {"files": 3, "damaged": ["x" * 90] * 30_000}
     text = json.dumps(result, indent=2)

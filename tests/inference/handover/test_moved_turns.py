@@ -145,6 +145,7 @@ def test_a_reader_that_cannot_follow_is_told_where_the_rest_is_and_gets_it_once(
     run(two, work)
 
 
+@pytest.mark.long(3)
 def test_a_turn_that_nobody_follows_is_remembered(two: TwoEngines, new_agent: Callable[[], str]) -> None:
     async def work(a: AioInferenceClient, b: AioInferenceClient) -> None:
         agent = new_agent()

@@ -92,6 +92,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             loop.run(engines.__aexit__(None, None, None))
 
 
+@pytest.mark.long(5)
 def test_a_turn_of_two_hops_is_the_same_and_names_the_peer_that_gave_it_last(world: World) -> None:
     assert world.run(hops(world, "two hops", ["ben", "carl"], "ben")) == "handed over by ada"
 
@@ -102,6 +103,7 @@ def test_a_turn_that_comes_back_before_its_agent_has_grown_is_the_same(world: Wo
     assert world.run(hops(world, "comes back", ["ben", "ada"], "ada")) == "handed over by ben"
 
 
+@pytest.mark.long(3)
 def test_a_turn_is_the_same_where_a_copy_of_its_agent_lay(world: World) -> None:
     """The copy is the agent's newest version: none is made of its arrival."""
     assert world.run(hops(world, "copied", ["ben"], "ben", has_copy=True)) == "handed over by ada"

@@ -107,6 +107,7 @@ def test_a_turn_without_any_kv_is_computed_from_its_tokens(two: TwoEngines) -> N
     run(two, work)
 
 
+@pytest.mark.long(4)
 def test_turns_whose_giver_goes_away_leave_nothing(two: TwoEngines) -> None:
     async def work(b: AioInferenceClient, call: Callable[[], TurnCall], opening: pb.TurnOpening) -> None:
         taking = call()

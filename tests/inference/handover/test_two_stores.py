@@ -431,6 +431,7 @@ async def test_the_agents_own_turns_wait_for_no_turn_with_a_made_up_move(
     assert turns_of(studio, agent) == [""]
 
 
+@pytest.mark.long(3)
 async def test_a_peers_turn_waits_for_no_other_peers_word_and_is_ended_by_none(
     pair: Macs, new_agent: Callable[[], str]
 ) -> None:

@@ -42,6 +42,7 @@ def _learned(lines: TokenLines, store: RunningStore) -> dict[str, str]:
     return _labels(store)
 
 
+@pytest.mark.long(4)
 def test_a_clock_that_is_set_deletes_no_line_and_too_many_go(
     store: RunningStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,7 @@ def test_the_first_model_is_loaded_once_on_the_thread_that_computes(
     assert not loads.threads[0].is_alive()
 
 
+@pytest.mark.long(3)
 def test_an_unloaded_first_model_leaves_neither_weights_nor_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,6 +129,7 @@ def test_caches_with_one_prefix_share_its_blobs(model: Any, kept: PromptCaches, 
     assert manifests[0].blocks == manifests[1].blocks
 
 
+@pytest.mark.long(2)
 def test_it_remembers_as_many_blocks_as_it_may_and_is_sent_the_rows_of_others(
     model: Any, kept: PromptCaches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,6 +120,7 @@ def test_a_longer_cache_takes_the_place_of_its_beginning_and_the_oldest_go(store
         assert [agent.lines[0].token_count for agent in client.list_agents().agents] == [301, 301]
 
 
+@pytest.mark.long(7)
 def test_a_clock_that_was_set_back_drops_no_new_cache(store: RunningStore, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter(range(2_000_000_000, 0, -86_400))
     monkeypatch.setattr(stored_caches, "PromptCaches", partial(PromptCaches, clock=lambda: next(seconds)))
@@ -313,6 +314,7 @@ def test_a_model_whose_files_are_gone_is_served_without_stored_caches(store: Run
         assert caches.fetch_nearest_cache(gone, [*_PROMPT, 5])[1] == [5]
 
 
+@pytest.mark.long(2)
 def test_the_end_waits_for_no_store_that_hangs(store: RunningStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored_caches, "SILENCE_S", 0.2)
     with StoreClient.connect(store.address) as client:

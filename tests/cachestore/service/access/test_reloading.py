@@ -100,6 +100,7 @@ def test_who_was_removed_is_out_at_once_and_who_stays_notices_nothing(reloadable
     assert watches["bob"].seen.empty()
 
 
+@pytest.mark.long(3)
 def test_a_peer_with_a_token_that_lost_a_right_is_cut_off_and_may_come_again(tmp_path: Path) -> None:
     big, book = SyntheticAgent(LARGE, 3).turn(256 * 4), tmp_path / "peers.toml"
     entry = '[[peer]]\nname = "bob"\naddress = "127.0.0.1:1"\n'

@@ -115,6 +115,7 @@ def test_a_peers_malformed_manifest_is_the_peers_fault(home: StoreHome, tmp_path
             assert caught.value.message.startswith("peer mac: ")
 
 
+@pytest.mark.long(2)
 def test_a_peer_whose_list_of_versions_does_not_end_is_given_up(home: StoreHome, tmp_path: Path) -> None:
     peer = LyingPeer(SyntheticAgent(SMALL, 13).turn(600), lambda frames: frames)
     with lying(peer) as address:

@@ -196,6 +196,7 @@ def test_a_peer_killed_in_the_middle_leaves_nothing_visible(
         assert_whole(ours, "ada", turn)
 
 
+@pytest.mark.long(2)
 def test_two_pulls_at_once_end_in_one_line(home: StoreHome, there: RunningStore, tmp_path: Path) -> None:
     here = start_here(home, tmp_path, there.address)
     turn = SyntheticAgent(LARGE, 9).turn(256 * 3)

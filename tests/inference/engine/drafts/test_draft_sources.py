@@ -124,6 +124,7 @@ def test_an_operator_leaves_others_texts_out(of_the_turn: Driver) -> None:
     assert said_by(of_the_turn, "c", text[:30] * 2, "task").accepted_draft_tokens
 
 
+@pytest.mark.long(2)
 def test_no_model_of_mlx_lm_keeps_heads_for_several_tokens() -> None:
     """Checkpoints that have them lose them in `sanitize`. Once a model keeps some, drafts may come from them."""
     kept = [

@@ -154,6 +154,7 @@ def test_auto_measures_a_model_once_and_remembers_it_by_its_weights(tiny: Subjec
     assert file.stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.long(2)
 def test_a_choice_that_cannot_be_written_is_still_made(tiny: Subject, tmp_path: Path) -> None:
     """And one that cannot be read is no memory."""
     in_the_way = tmp_path / "state"
@@ -161,6 +162,7 @@ def test_a_choice_that_cannot_be_written_is_still_made(tiny: Subject, tmp_path: 
     assert chosen(tiny, in_the_way, extent=BRIEF).policy == policy_of(Rung.Q4_ROTATED, "float32")
 
 
+@pytest.mark.long(3)
 def test_auto_tries_plain_keys_of_heads_that_have_no_rotation(
     tiny: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +232,7 @@ def test_the_exam_stops_between_texts_when_its_time_is_over(tiny: Subject) -> No
     assert exam.exact.positions == exam.rungs[0].positions > 0
 
 
+@pytest.mark.long(2)
 def test_asking_leaves_what_was_read_as_it_was(tiny: Subject) -> None:
     """Or the second question would be put behind the first."""
     conversations = Conversations.read(kvasir_tiny.conversations_path())

@@ -15,6 +15,7 @@ from tests.inference.kv.sequences import poison_free_pages
 SUFFIX = tokens_of(20, 3)
 
 
+@pytest.mark.long(2)
 @pytest.mark.batch_as_alone
 def test_a_restore_in_pieces_beside_streams_that_come_and_go_changes_nobody(
     driver: Driver, memory: tuple[AgentKey, Restored]

@@ -121,6 +121,7 @@ def test_a_forward_pass_that_fails_ends_its_turns_and_nothing_after(
     assert driver.reply(driver.turn(prompt, key=driver.key(), max_tokens=10)) == expected
 
 
+@pytest.mark.long(3)
 @pytest.mark.batch_as_alone
 @pytest.mark.cells_of_a_block
 def test_siblings_compute_what_they_share_once(driver: Driver) -> None:

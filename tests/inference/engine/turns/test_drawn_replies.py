@@ -38,6 +38,7 @@ def logprobs(listener: Listener) -> list[TokenLogprobs]:
     return [each for event in listener.events if isinstance(event, Tokens) for each in event.logprobs]
 
 
+@pytest.mark.long(2)
 @pytest.mark.batch_as_alone
 def test_every_kind_of_reply_is_the_same_alone_and_beside_all_others(driver: Driver) -> None:
     """LESSONS 2, 15: no row takes another's constraint, penalty, key or numbers."""

@@ -83,6 +83,7 @@ def test_a_namespace_that_holds_nothing_finds_room_beside_a_crowd_that_cannot_be
     assert begun == [0]
 
 
+@pytest.mark.long(2)
 @pytest.mark.cpu_only("a GPU's cells take as long as a few steps")
 @pytest.mark.batch_as_alone
 def test_the_end_of_a_turn_and_the_copy_of_its_memory_wait_for_no_cell_of_another(driver: Driver) -> None:

@@ -120,6 +120,7 @@ def test_a_turn_finds_its_room_also_where_the_memory_whose_beginning_it_shares_c
         assert order == ["ended", "started"]
 
 
+@pytest.mark.long(3)
 def test_a_part_that_a_cancel_keeps_is_copied_before_its_room_is_given_to_another(small: Driver) -> None:
     """As every turn's end: the listener asks for the copy at once, on the thread that would drop the memory."""
     key, copies, waiting = small.key(), list[Future[Snapshot | None]](), Listener()
@@ -203,6 +204,7 @@ def test_a_memory_that_the_store_has_goes_before_one_that_it_lacks(small: Driver
     assert small.engine.memories.get(stored) is None
 
 
+@pytest.mark.long(2)
 def test_nobody_needs_to_release_a_pin_that_nobody_has(small: Driver) -> None:
     key, _ = small.remember(1_000)
     pinned = small.engine.memories.pin(key, 0, 1).result(60)

@@ -293,6 +293,7 @@ def test_a_turn_whose_hot_memory_is_gone_fails_without_effect(driver: Driver) ->
     assert driver.engine.memories.snapshot(key, 0).result(60) is None
 
 
+@pytest.mark.long(4)
 def test_a_hot_turn_looks_at_its_new_tokens_and_at_none_that_it_remembers(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

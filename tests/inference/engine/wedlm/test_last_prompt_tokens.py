@@ -146,6 +146,7 @@ def test_only_a_gap_of_one_token_behind_others_needs_no_cell(served: Served, com
     assert computed.cells == [1], "a turn that generates nothing decodes nothing"
 
 
+@pytest.mark.long(2)
 @of_each_model
 def test_a_reply_does_not_depend_on_how_much_of_its_prompt_was_there(served: Served) -> None:
     driver = served.driver
@@ -158,6 +159,7 @@ def test_a_reply_does_not_depend_on_how_much_of_its_prompt_was_there(served: Ser
         assert drawn(cold) == expected[: len(drawn(cold))]
 
 
+@pytest.mark.long(2)
 @of_each_model
 def test_turns_of_one_new_token_each_are_those_of_the_reference(served: Served) -> None:
     driver, model = served.driver, plain_model(served.directory)

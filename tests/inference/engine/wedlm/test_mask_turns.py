@@ -240,6 +240,7 @@ def test_the_mask_is_in_no_reply_however_likely_it_is(opened: Callable[[str], Dr
     assert MASK not in reply
 
 
+@pytest.mark.long(3)
 def test_a_sampled_reply_depends_on_its_seed_alone(masks: Driver) -> None:
     def reply(seed: int) -> tuple[int, ...]:
         return masks.reply(masks.turn(tokens_of(20, 6), max_tokens=TOKENS, temperature=1.0, seed=seed, key=masks.key()))
@@ -390,6 +391,7 @@ def test_a_prompt_that_is_there_before_its_turn_changes_nothing(masks: Driver) -
     assert hot.end().cached_tokens == len(prompt) - 1
 
 
+@pytest.mark.long(2)
 def test_more_masks_than_a_window_may_have_are_as_many_as_it_may_have(masks: Driver) -> None:
     prompt = tokens_of(20, 16)
     most, usual = masks.engine.model.mask_window, drawn(masks.submit(prompt, max_tokens=40))

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,6 +44,7 @@ def test_from_left_to_right_the_first_unsure_place_ends_a_pass_and_the_next_wind
     assert replace(window, left_to_right=False).size_behind(1) == LARGEST_WINDOW
 
 
+@pytest.mark.long(2)
 @given(SIZES, SETTINGS, st.data())
 def test_a_reply_is_committed_without_a_gap_and_no_kept_token_changes(
     size: int, settings: MaskWindow, data: st.DataObject

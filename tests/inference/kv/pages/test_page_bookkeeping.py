@@ -81,6 +81,7 @@ class Holders(RuleBasedStateMachine):
         assert self.allocator.free == TOTAL
 
 
+@pytest.mark.long(3)
 def test_free_and_private_and_shared_pages_are_all_pages_whatever_tables_do() -> None:
     run_state_machine_as_test(Holders, settings=settings(max_examples=40, stateful_step_count=25))  # type: ignore[no-untyped-call]
 

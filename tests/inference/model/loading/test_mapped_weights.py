@@ -390,6 +390,7 @@ class TestWithoutTheExtension:
         assert found["a"].tolist() == [1.0] * 4
         assert placed.in_words == "0.00 GB copied (there is no compiler)"
 
+    @pytest.mark.long(2)
     def test_a_process_that_finds_no_compiler_loads_the_same_model(self, tmp_path: Path) -> None:
         """A real process, with an empty PATH and a home in which nothing was compiled."""
         write_family(tmp_path / "model", LLAMA31)

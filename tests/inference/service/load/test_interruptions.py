@@ -30,6 +30,7 @@ def until_memory_is(client: InferenceClient, used_bytes: int) -> float:
     return time.monotonic() - began
 
 
+@pytest.mark.long(3)
 def test_closing_the_stream_frees_the_row_and_the_agent_remembers_its_last_whole_turn(
     client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:

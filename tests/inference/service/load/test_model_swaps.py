@@ -50,6 +50,7 @@ def house(request: pytest.FixtureRequest, models: list[str], model: Path, tmp_pa
         house.close()
 
 
+@pytest.mark.long(3)
 def test_agents_lines_survive_a_swap_of_models_and_back(house: House) -> None:
     with house.client() as client:
         assert [(each.name, each.state == pb.MODEL_STATE_LOADED) for each in client.list_models()] == [
@@ -89,6 +90,7 @@ def test_agents_lines_survive_a_swap_of_models_and_back(house: House) -> None:
         assert back.token_ids == also.token_ids == expected.token_ids
 
 
+@pytest.mark.long(2)
 def test_what_is_not_loaded_is_refused_with_what_to_do_and_no_path_is_taken_from_the_wire(
     house: House, model: Path
 ) -> None:
@@ -165,6 +167,7 @@ def test_a_load_tells_its_stages_and_is_followed_by_who_asks_again(house: House)
         assert elapsed == sorted(elapsed)
 
 
+@pytest.mark.long(3)
 @pytest.mark.parametrize("house", ["60"], indirect=True)
 def test_a_swap_lets_running_turns_end_and_refuses_new_ones_meanwhile(house: House) -> None:
     replies: list[Reply] = []
@@ -250,6 +253,7 @@ def test_words_of_another_models_line_are_warmed_with_what_follows_them_and_make
         assert (warmed.started.source, warmed.started.cached_tokens) == (pb.CACHE_SOURCE_HOT, ahead.tokens - 1)
 
 
+@pytest.mark.long(2)
 def test_a_count_that_its_model_leaves_behind_is_told_to_come_back(house: House) -> None:
     over = threading.Event()
 
@@ -343,6 +347,7 @@ def test_a_model_that_nobody_uses_is_unloaded_and_the_next_turns_load_it_once(mo
         assert refused.value.reason == "MODEL_NOT_LOADED", "who unloads it by hand wants it to stay so"
 
 
+@pytest.mark.long(3)
 @pytest.mark.parametrize("house", ["60"], indirect=True)
 def test_a_turn_whose_format_is_checked_while_models_change_is_told_of_the_model_that_answers(house: House) -> None:
     with house.client() as client, house.client() as admin, ThreadPoolExecutor() as pool, ExitStack() as exits:

@@ -241,6 +241,7 @@ def test_sigterm_in_the_middle_of_turns_leaves_every_memory_warm(model: Path, tm
             assert again.started.cached_tokens > 200, agent
 
 
+@pytest.mark.long(3)
 def test_metrics_tell_the_same_as_statistics_and_name_nobody(
     model: Path, tmp_path: Path, unused_port: Callable[[], int]
 ) -> None:

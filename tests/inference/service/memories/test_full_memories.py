@@ -113,6 +113,7 @@ def test_several_times_its_context_is_never_refused_and_the_next_turn_is_hot(
     assert kept.shortened.has_summary == (on_full is SUMMARIZE)
 
 
+@pytest.mark.long(4)
 def test_without_it_a_full_memory_is_refused_and_stays(
     house: House, client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:

@@ -74,6 +74,7 @@ def test_a_frozen_engine_is_waited_for_as_long_as_its_lease_and_does_not_answer_
     assert remembered(own_house, "ada") == ["The first word is lantern.", "Which words?"]
 
 
+@pytest.mark.long(2)
 def test_an_engine_that_was_killed_has_its_agents_at_once_and_need_not_wait_for_its_own_lease(own_house: House) -> None:
     told_twice(own_house, "ada")
     own_house.engine.kill()

@@ -246,6 +246,7 @@ def test_a_retry_is_told_again_and_not_done_twice(client: InferenceClient, new_a
     assert again.finished.snapshot.version == first.finished.snapshot.version == 3
 
 
+@pytest.mark.long(3)
 def test_a_retry_after_a_restart_is_told_again_too(own_house: House) -> None:
     with own_house.client() as client:
         talk(client, "a", TALK[:1])

@@ -34,6 +34,7 @@ def forced(engine: InferenceClient, seed: int, choice: pb.ToolChoice = REQUIRED,
     return engine.reply(messages=said, tools=TOOLS, tool_choice=choice, sampling=sampling, **options)
 
 
+@pytest.mark.long(4)
 def test_any_logits_become_one_call_beside_others_as_alone(client: InferenceClient) -> None:
     seeds = range(sampled(8, of=1000))
     with ThreadPoolExecutor(4) as pool:

@@ -51,6 +51,7 @@ def goes_on_whole(before: Reply, reply: Reply) -> None:
     assert not reply.started.HasField("difference")
 
 
+@pytest.mark.long(6)
 def test_turns_at_other_times_are_those_of_a_talk_that_says_so(own_house: House) -> None:
     with own_house.client() as client:
         said = [user("Which ships lie at the quay?")]

@@ -55,6 +55,7 @@ def test_an_agent_whose_engine_is_killed_in_mid_window_goes_on_as_one_that_never
         assert [first.token_ids, continued(client, "killed", first.text)] == expected
 
 
+@pytest.mark.long(2)
 def test_an_agent_of_such_a_model_stays_awake_and_its_refusal_names_the_cause(masked_house: House) -> None:
     with masked_house.client() as client:
         client.reply(agent_id="awake", prompt=FIRST, sampling=GREEDY)

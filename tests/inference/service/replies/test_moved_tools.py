@@ -71,6 +71,7 @@ def goes_on_whole(before: Reply, reply: Reply) -> None:
     assert reply.started.cached_tokens > before.finished.memory_tokens - 4  # a reply may end inside a character
 
 
+@pytest.mark.long(6)
 def test_turns_whose_tools_move_are_those_of_tools_that_never_did(own_house: House) -> None:
     with own_house.client() as client:
         still, moving = Talk(client, "still"), Talk(client, "moving")

@@ -38,6 +38,7 @@ def test_a_special_token_is_one_in_tokens_as_in_a_prompt(client: InferenceClient
     assert said == client.reply(prompt="one<|im_end|>two", sampling=SAMPLING).token_ids
 
 
+@pytest.mark.long(2)
 def test_a_memory_goes_on_by_ids_and_by_text(client: InferenceClient, new_agent: Callable[[], str]) -> None:
     agent, ids = new_agent(), ids_of(client, TEXT)
     first = client.reply(prompt=ids, agent_id=agent, sampling=SAMPLING)

@@ -72,6 +72,7 @@ def test_a_reply_matches_all_of_a_regex(regex: str, tiny_client: InferenceClient
             assert re.fullmatch(regex, reply.text)
 
 
+@pytest.mark.long(2)
 def test_a_form_may_be_cut_by_max_tokens_and_says_so(tiny_client: InferenceClient) -> None:
     reply = tiny_client.reply(prompt="x", json_schema=json.dumps(PLACE), sampling={"max_tokens": 3})
     assert reply.finished.reason == pb.FINISH_REASON_LENGTH

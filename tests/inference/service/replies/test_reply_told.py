@@ -22,6 +22,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceClient]:
         yield client
 
 
+@pytest.mark.long(4)
 def test_a_call_is_told_at_the_end_and_not_as_text(tiny: InferenceClient, new_agent: Callable[[], str]) -> None:
     agent = new_agent()
     reply = tiny.reply(agent_id=agent, messages=ASKED, tools=TOOLS, sampling={"max_tokens": 60})

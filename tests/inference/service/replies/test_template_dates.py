@@ -87,6 +87,7 @@ def test_a_talk_over_midnights_is_reused_whole_and_equals_one_whose_clock_never_
     assert [reply.token_ids for reply in replies] == [reply.token_ids for reply in expected]
 
 
+@pytest.mark.long(10)
 def test_whole_conversations_copies_and_warmed_ones_keep_the_date(ada: InferenceClient) -> None:
     first = say(ada, "kept", TALK[0])
     date = remembered(ada, "kept").template_time_ms
@@ -121,6 +122,7 @@ def test_a_new_conversation_gets_a_date_of_its_own(ada: InferenceClient) -> None
         assert date_of(each.template_time_ms) in each.text
 
 
+@pytest.mark.long(3)
 def test_whoever_wants_the_turns_own_date_gets_it_and_the_next_turn_keeps_that(ada: InferenceClient) -> None:
     say(ada, "renewed", TALK[0])
     before = remembered(ada, "renewed")
@@ -134,6 +136,7 @@ def test_whoever_wants_the_turns_own_date_gets_it_and_the_next_turn_keeps_that(a
     goes_on_whole(renewed, say(ada, "renewed", TALK[2]))
 
 
+@pytest.mark.long(3)
 def test_prompts_and_templates_without_a_date_leave_none(ada: InferenceClient, client: InferenceClient) -> None:
     ada.reply(agent_id="raw", prompt="Once upon a time", sampling=GREEDY)
     say(client, "dateless", TALK[0])

@@ -53,6 +53,7 @@ def sent_back(reply: Reply) -> dict[str, Any]:
     return {"role": "assistant", "content": reply.text, "reasoning": reply.reasoning_text}
 
 
+@pytest.mark.long(5)
 def test_thoughts_are_told_apart_and_remembered_apart(ada: InferenceClient, new_agent: Callable[[], str]) -> None:
     agent = new_agent()
     reply = ada.reply(agent_id=agent, messages=ASKED, sampling=ENDING)
@@ -86,6 +87,7 @@ def test_in_a_tool_loop_thoughts_that_come_back_equal_those_that_never_left(
     assert without.started.cached_tokens == replies[strips].started.prompt_tokens
 
 
+@pytest.mark.long(3)
 def test_where_the_template_drops_thoughts_the_prompt_is_a_cold_one_and_all_before_them_is_reused(
     ada: InferenceClient, new_agent: Callable[[], str]
 ) -> None:

@@ -110,6 +110,7 @@ def test_an_agent_asleep_costs_its_tokens_and_wakes_with_its_bytes(house: House,
     assert stored(house, agent).tail == stored(house, twin).tail
 
 
+@pytest.mark.long(3)
 def test_the_commands_put_an_agent_to_sleep_list_it_and_wake_it(house: House, new_agent: Callable[[], str]) -> None:
     agent = new_agent()
     ask(house, agent, " ".join(WORDS[:90]), 1)
@@ -200,6 +201,7 @@ def test_a_fork_and_an_archive_of_an_agent_asleep_wake_too(
     assert stored(house, agent).tail == stored(house, copy).tail
 
 
+@pytest.mark.long(3)
 def test_a_fork_of_an_agent_that_is_awake_again_computes_nothing(house: House, new_agent: Callable[[], str]) -> None:
     agent, hot, cold = new_agent(), new_agent(), new_agent()
     ask(house, agent, " ".join(WORDS[:90]), 1)

@@ -101,6 +101,7 @@ def test_a_store_that_hangs_while_a_turn_runs_delays_its_last_message_by_the_com
     strict.repair()
 
 
+@pytest.mark.long(5)
 def test_an_agent_goes_on_from_hot_memory_without_its_store_and_is_stored_when_it_is_back(house: House) -> None:
     expected = conversation(house, "reference", 3)
     replies = conversation(house, "left alone")
@@ -134,6 +135,7 @@ def test_a_copy_has_the_newest_turn_or_is_refused_while_that_is_not_stored(house
         assert fork.result().lines[0].token_count == pending.finished.memory_tokens
 
 
+@pytest.mark.long(3)
 def test_appending_to_a_memory_that_cannot_be_read_is_refused_and_not_another_conversation(house: House) -> None:
     conversation(house, "far away")
     house.kill()
@@ -199,6 +201,7 @@ def test_a_damaged_block_costs_a_prefill_from_the_stored_tokens_and_nothing_else
         assert reply.started.source == pb.CACHE_SOURCE_WARM, agent
 
 
+@pytest.mark.long(3)
 def test_a_hot_agent_whose_stored_block_was_lost_stores_it_again(house: House) -> None:
     agent = "hot and damaged"
     first = [{"role": "user", "content": f"{agent}: {PASSAGE}"}]
@@ -216,6 +219,7 @@ def test_a_hot_agent_whose_stored_block_was_lost_stores_it_again(house: House) -
     assert (warm.started.source, warm.started.reason) == (pb.CACHE_SOURCE_WARM, "")
 
 
+@pytest.mark.long(5)
 def test_a_full_store_fails_the_snapshot_with_the_reason_and_not_the_turn(model: Path, tmp_path: Path) -> None:
     house = House(tmp_path, model)
     house.store.options += ["--quota-bytes", "20000"]

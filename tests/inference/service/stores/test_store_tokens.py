@@ -114,6 +114,7 @@ def test_a_token_that_comes_while_the_store_hangs_is_used_when_the_store_knows_w
     guarded.until_it_commits("blue")
 
 
+@pytest.mark.long(7)
 def test_a_reload_takes_what_is_right_and_names_each_file_that_is_wrong(guarded: Guarded) -> None:
     wrong = [
         guarded.give("blue", guarded.tokens["engine"]),

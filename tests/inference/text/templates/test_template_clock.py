@@ -75,6 +75,7 @@ def test_outside_of_turns_a_template_is_told_by_its_library(prompting: Prompting
     assert said.split()[2] == str(datetime.now().year)
 
 
+@pytest.mark.long(10)
 @given(TIMES, TIMES, st.text(max_size=8))
 def test_what_is_remembered_alone_decides_what_is_printed(remembered: int, now: int, text: str) -> None:
     form = f"%Y-%m-%d %H:%M:%S.%f {text.replace('%', '%%').encode('ascii', 'ignore').decode()}".replace("\0", "")

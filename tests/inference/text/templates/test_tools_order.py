@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvasir.cachestore.v1 import manifest_pb2
@@ -45,6 +46,7 @@ def shuffled(data: st.DataObject, value: Any) -> Any:
     return value
 
 
+@pytest.mark.long(3)
 @given(TOOLS, st.data())
 def test_the_same_tools_in_any_order_are_rendered_as_they_were(tools: list[Tool], data: st.DataObject) -> None:
     before = parsed(tools)
@@ -60,6 +62,7 @@ def test_the_same_tools_in_any_order_are_rendered_as_they_were(tools: list[Tool]
     assert order_of(*found) == order
 
 
+@pytest.mark.long(3)
 @given(TOOLS, TOOLS)
 def test_other_tools_stay_as_they_are(tools: list[Tool], others: list[Tool]) -> None:
     order = order_of(tools, parsed(tools))

@@ -120,6 +120,7 @@ def test_a_landing_that_cannot_be_made_takes_no_room_and_rows_are_copied_now(
     assert [each.comes_by_itself for each in held] == [True] * 3
 
 
+@pytest.mark.long(3)
 @pytest.mark.skipif(
     mx.default_device().type == mx.DeviceType.gpu, reason="a GPU moves memory that played copies still write to"
 )

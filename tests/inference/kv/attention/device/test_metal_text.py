@@ -97,6 +97,7 @@ def names(found: dict[str, str]) -> set[str]:
     return {name.split("_")[1] for name in found}
 
 
+@pytest.mark.long(3)
 def test_a_sample_of_all_texts_has_no_fault() -> None:
     found = [texts_of(case) for case in CASES[::29]]
     kernels = [names(each) for each in found]

@@ -114,6 +114,7 @@ def launches(patch: pytest.MonkeyPatch) -> Launches:
     return device.launches
 
 
+@pytest.mark.long(3)
 def test_each_kernel_comes_behind_all_that_touched_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     found = launches(monkeypatch)
     assert {launch.name for launch in found.all} == {"append", "split", "reduce", "gather", "store"}
