@@ -4,6 +4,7 @@ A test says it itself, in its docstring or a comment: "(LESSONS 4)". The table i
 """
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -38,6 +39,7 @@ FAULTS = {
 REQUIRED = {*range(1, 7), *range(10, 13), *range(15, 19), 21, *range(25, 29)}
 
 
+@functools.cache
 def covered() -> dict[int, list[str]]:
     """Ids of the tests that name each row."""
     found: dict[int, list[str]] = defaultdict(list)
@@ -71,12 +73,13 @@ def named_in_table(text: str) -> dict[int, list[str]]:
 def _tests(source: str) -> list[tuple[str, str]]:
     """Name and source of every test of a file, methods included."""
     functions: list[tuple[str, ast.stmt]] = []
+    lines = source.splitlines()
     for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef):
             functions += [(f"{node.name}::", member) for member in node.body]
         functions.append(("", node))
     return [
-        (prefix + node.name, ast.get_source_segment(source, node) or "")
+        (prefix + node.name, "\n".join(lines[node.lineno - 1 : node.end_lineno]))
         for prefix, node in functions
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
     ]

@@ -5,9 +5,11 @@ from collections.abc import Collection, Iterable, Mapping
 
 import pytest
 
-PARTS = 48
+PARTS = 80
 # Whoever takes longer has no turn, as a commit would wait for it alone: it runs where all do (`make test-whole`).
 LONGEST_TURN_S = 45
+# As many seconds of a file take their turn together, for what they share; all of a file could be two parts.
+_TOGETHER_S = 40
 
 # Of each promise the quickest tests that show it: they run at every commit, however long they take.
 PROMISES: Mapping[str, tuple[str, ...]] = {
@@ -62,9 +64,9 @@ def part_of(turn: str) -> int:
 
 
 def parts(seconds: Iterable[tuple[str, float]]) -> dict[str, int]:
-    """The part of each file. Its tests stay together, as they share what they start; all parts take about as long.
+    """The part of each file, or section of one: all parts take about as long.
 
-    `seconds`: of each long test its file, and how long it takes.
+    `seconds`: of each long test its file or section, and how long it takes.
     """
     files: dict[str, float] = {}
     for file, each in seconds:
@@ -78,9 +80,14 @@ def parts(seconds: Iterable[tuple[str, float]]) -> dict[str, int]:
 
 def whose_turn_it_is(tests: Mapping[str, tuple[str, float]], part: int) -> Collection[str]:
     """Names of the long tests of a part. `tests`: of each its file, and how long it takes."""
-    short_enough = {name: test for name, test in tests.items() if test[1] <= LONGEST_TURN_S}
-    part_of_file = parts(short_enough.values())
-    return {name for name, (file, _) in short_enough.items() if part_of_file[file] == part}
+    before: dict[str, float] = {}  # seconds of each file
+    sections: dict[str, tuple[str, float]] = {}
+    for name, (file, seconds) in sorted(tests.items()):
+        if seconds <= LONGEST_TURN_S:
+            sections[name] = f"{file} {before.get(file, 0) // _TOGETHER_S}", seconds
+            before[file] = before.get(file, 0) + seconds
+    part_of_section = parts(sections.values())
+    return {name for name, (section, _) in sections.items() if part_of_section[section] == part}
 
 
 def turn() -> int | None:

@@ -48,7 +48,7 @@ def test_every_fault_of_others_keeps_a_test_at_every_commit() -> None:
 
 def test_files_take_turns_in_parts_that_take_about_as_long() -> None:
     drawn = random.Random(3)
-    tests = [(f"test_{drawn.randrange(200)}.py", drawn.uniform(3, 30)) for _ in range(500)]
+    tests = [(f"test_{drawn.randrange(400)}.py", drawn.uniform(3, 30)) for _ in range(800)]
     part = parts(tests)
     assert part == parts(reversed(tests)), "what was collected first must not matter"
     filled = [sum(seconds for file, seconds in tests if part[file] == number) for number in range(PARTS)]
@@ -59,6 +59,14 @@ def test_each_long_test_has_one_turn_and_one_that_takes_longer_than_a_turn_has_n
     tests = {"a": ("test_1.py", LONGEST_TURN_S), "b": ("test_1.py", LONGEST_TURN_S + 1), "c": ("test_2.py", 3)}
     turns = [whose_turn_it_is(tests, part) for part in range(PARTS)]
     assert sorted(name for turn in turns for name in turn) == ["a", "c"]
+
+
+def test_a_file_of_many_long_tests_has_several_turns() -> None:
+    tests = {f"{number:02}": ("test_1.py", 5) for number in range(20)}
+    turns = [sorted(turn) for part in range(PARTS) if (turn := whose_turn_it_is(tests, part))]
+    assert sorted(turns) == [sorted(tests)[first : first + 8] for first in (0, 8, 16)], (
+        "neighbours share what they start"
+    )
 
 
 def test_the_file_of_a_test_without_a_turn_has_another_that_runs_at_commits() -> None:
