@@ -131,7 +131,7 @@ class Sending:
     async def _send(self, files: list[FileBytes], hashed: asyncio.Task[list[Digest]]) -> list[Digest]:
         if not files:
             return []
-        digests, sent_bytes = await self._store.blobs.write_tensors(files, self._stall_timeout_s, await hashed)
+        digests, sent_bytes = await self._store.blobs.write_tensors(files, self._stall_timeout_s, hashed)
         self.sent_bytes += sent_bytes
         self._progressed()
         return digests

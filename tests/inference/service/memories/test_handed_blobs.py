@@ -5,7 +5,7 @@ import asyncio
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,12 @@ def store(tmp_path: Path) -> Iterator[RunningStore]:
         yield home.start()
 
 
-def write(store: RunningStore, files: list[bytes], data_dir: Path | None = None) -> tuple[list[Digest], int, int]:
+def write(
+    store: RunningStore,
+    files: list[bytes],
+    data_dir: Path | None = None,
+    hashing: Callable[[], Awaitable[list[Digest]]] | None = None,
+) -> tuple[list[Digest], int, int]:
     """What an engine stores: digests, the bytes that the store lacked, and how many bytes went to its socket."""
 
     async def put(address: str) -> tuple[list[Digest], int]:
@@ -49,9 +54,11 @@ def write(store: RunningStore, files: list[bytes], data_dir: Path | None = None)
         files_of_store = StoreFiles(data_dir or store.data_dir, "default")
         cache = RemoteCache(StoreClients(client, client, client), "default", files_of_store)
         assert await cache.connection.answers()
-        stored = await cache.blobs.write_tensors(files, 10.0)
-        await cache.connection.close()
-        return stored
+        try:
+            return await cache.blobs.write_tensors(files, 10.0, hashing() if hashing is not None else None)
+        finally:
+            await asyncio.sleep(0.05)  # a file that nobody takes is removed behind its last byte
+            await cache.connection.close()
 
     with proxy_to(store.address) as proxy:
         return *asyncio.run(put(proxy.address)), proxy.sent_bytes
@@ -113,6 +120,44 @@ def test_one_file_is_handed_over_without_a_question_whatever_the_store_has_of_it
     assert left(store.data_dir) == []
     with store.client() as client:
         assert [bytes(client.get_blob(each)) for each in (digest, other)] == [data, begun]
+
+
+async def until_written(store: RunningStore, size_bytes: int) -> None:
+    async with asyncio.timeout(10):
+        while [path.stat().st_size for path in left(store.data_dir)] != [size_bytes]:  # noqa: ASYNC110  nobody tells
+            await asyncio.sleep(0.001)
+
+
+def test_a_turns_last_file_is_written_once_before_it_is_hashed(
+    store: RunningStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By then nothing but its token is left to be sent."""
+    [(digest, data), *_] = NEW.new_blobs.items()
+    written, write_file = list[str](), HandedFiles.write
+    monkeypatch.setattr(HandedFiles, "write", lambda *given: written.append(given[1]) or write_file(*given))
+
+    async def hashing() -> list[Digest]:
+        await until_written(store, len(data))
+        return [digest]
+
+    digests, lacked, sent = write(store, [data], hashing=hashing)
+    assert (digests, lacked, left(store.data_dir)) == ([digest], len(data), [])
+    assert (len(written), sent < len(data) / 20) == (1, True)
+    with store.client() as client:
+        assert client.get_blob(digest) == data
+
+
+@pytest.mark.parametrize("failure", [MemoryError, asyncio.CancelledError])
+def test_a_file_that_gets_no_digest_is_removed(store: RunningStore, failure: type[BaseException]) -> None:
+    data = NEW.new_blobs[NEW.digests[0]]
+
+    async def hashing() -> list[Digest]:
+        await until_written(store, len(data))
+        raise failure
+
+    with pytest.raises(failure):
+        write(store, [data], hashing=hashing)
+    assert left(store.data_dir) == []
 
 
 def test_an_engine_killed_while_it_hands_files_over_leaves_nothing_that_is_served(store: RunningStore) -> None:

@@ -1,7 +1,8 @@
 """An upload to a store on this host: blobs are handed over as files, and what cannot be is sent."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.clients.aio.blob_transfers import AioBlobTransfers
@@ -18,14 +19,44 @@ _MAX_HANDED_BYTES = 64 << 20
 _LEAST_BYTES = FRAME_BYTES // 2  # smaller ones are sent as fast, several in a message
 
 
+class HandedFile:
+    """A file that is being written for a store to take."""
+
+    def __init__(self, files: HandedFiles, data: Buffer) -> None:
+        self.token = files.new_token()
+        self.writing = asyncio.ensure_future(
+            asyncio.to_thread(files.write, self.token, data)
+        )  # whether that is possible
+
+
+@contextlib.contextmanager
+def begun_ahead(files: HandedFiles | None, data: Sequence[Buffer]) -> Iterator[HandedFile | None]:
+    """The file of one large blob that is being hashed: a turn waits for its last. Else, or without `files`, None."""
+    if files is None or len(data) != 1 or memoryview(data[0]).nbytes < _LEAST_BYTES:
+        yield None
+        return
+    file = HandedFile(files, data[0])
+    try:
+        yield file
+    finally:
+        file.writing.add_done_callback(lambda _: files.forget(file.token))  # if the store has not taken it
+
+
 class HandedUpload(Upload):
     """The tensor files that a store still lacks, as files for it to take."""
 
     def __init__(
-        self, blobs: Mapping[Digest, Buffer], missing: list[Digest], files: HandedFiles, on_progress: OnProgress | None
+        self,
+        blobs: Mapping[Digest, Buffer],
+        missing: list[Digest],
+        files: HandedFiles,
+        on_progress: OnProgress | None,
+        ahead: HandedFile | None = None,
     ) -> None:
+        """`ahead`: the file of the only blob, where it was begun before."""
         super().__init__(blobs, pb.BLOB_KIND_TENSORS, missing, on_progress)
         self._files = files
+        self._ahead = ahead
         self._is_refused = False
         self._writing: asyncio.Future[bool] | None = None
         self._handed: dict[Digest, str] = {}  # and their tokens: no answer has come for these
@@ -88,8 +119,9 @@ class HandedUpload(Upload):
             await self._answered.wait()
             if stream != self._stream:
                 return ""
-        token = self._handed[digest] = self._files.new_token()
-        self._writing = asyncio.ensure_future(asyncio.to_thread(self._files.write, token, data))
+        file, self._ahead = self._ahead or HandedFile(self._files, data), None
+        token, self._writing = file.token, file.writing
+        self._handed[digest] = token
         if not await asyncio.shield(self._writing):
             self._forget(digest)
         return token if self._handed.get(digest) == token else ""
@@ -107,12 +139,14 @@ async def put_by_files(
     *,
     on_progress: OnProgress | None = None,
     stall_timeout_s: float | None = None,
+    ahead: HandedFile | None = None,
 ) -> pb.TransferProgress:
-    """As `put_blobs` of tensor files into `files`, where the store takes them; `missing`: those that it lacks."""
+    """As `put_blobs` of tensor files into `files`, where the store takes them; `missing`: those that it lacks. `ahead`:
+    from `begun_ahead`."""
     if all(digest.size_bytes < _LEAST_BYTES for digest in missing):
         upload = Upload(blobs, pb.BLOB_KIND_TENSORS, missing, on_progress)  # their bytes may go by several streams
         return await client.send_all(upload, stall_timeout_s=stall_timeout_s)
-    upload = HandedUpload(blobs, missing, files, on_progress)
+    upload = HandedUpload(blobs, missing, files, on_progress, ahead)
     try:
         return await client.send_all(upload, stall_timeout_s=stall_timeout_s)
     finally:
