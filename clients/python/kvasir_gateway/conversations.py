@@ -2,7 +2,8 @@
 
 Chat APIs send the whole conversation each time and name no agent. A digest of its first messages, keyed so that nobody
 can guess texts from names, finds the agent that remembers them. A turn that goes on from an agent's newest version
-extends this agent; one that goes on from an older point, or while the agent is busy, gets a fork: a branch.
+extends this agent; one that goes on from an older point, or while the agent is busy, gets a fork: a branch. One that
+goes on from a turn that is not answered yet was sent behind an interrupt, and waits a little for that turn's end.
 
 What is in RAM here is only a shortcut. After a restart the agents' own messages, in the store, are compared: an agent's
 name begins with the digest of its conversation's opening. A digest found shows where to look; what is truly reused is
@@ -23,6 +24,7 @@ from itertools import repeat
 
 from blake3 import blake3
 from kvasir.errors import KvasirError
+from kvasir.waits import SOON_S
 
 from kvasir_gateway.reading.compaction import Summaries
 from kvasir_gateway.reading.comparing import at_any_time, canonical, common_messages
@@ -79,6 +81,15 @@ class Chain:
         return self.points[0].alike[:_DIGEST_CHARS]
 
 
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A turn that keeps its agent busy."""
+
+    opening: str
+    messages: Sequence[Said]
+    ended: asyncio.Event
+
+
 class Conversations:
     """The conversations of all callers, by namespace."""
 
@@ -105,7 +116,7 @@ class Conversations:
         self._calls: dict[tuple[str, str], str] = {}  # by a call's id the digest of the answer that made it
         self._calls_of: dict[tuple[str, str], Sequence[str]] = {}
         self._openings: dict[tuple[str, str], str] = {}  # by agent, as of its newest answer
-        self._busy: set[tuple[str, str]] = set()
+        self._busy: dict[tuple[str, str], _UnderWay] = {}
         self.forks: dict[tuple[str, str], tuple[AgentRecords, int]] = {}
         """Forks that were made for a turn that is not answered yet, with their version."""
         self.cut: dict[tuple[str, str], str] = {}
@@ -136,6 +147,7 @@ class Conversations:
 
     async def agent_for(self, namespace: str, chain: Chain, messages: Sequence[Said], records: AgentRecords) -> str:
         """The agent that a turn with these messages shall extend: found, forked, or new. It is busy from now on."""
+        await self._end_of_interrupted(namespace, chain, messages, records)
         name, opening = f"{PREFIX}{chain.opening}/{self._new_name()}", (namespace, chain.points[0].alike)
         found = self._tip(namespace, chain) or await self._stored_tip(chain, messages, records)
         cut = await self._cut(opening, chain, messages, records) if found is None else ""
@@ -148,18 +160,45 @@ class Conversations:
             name = cut
         else:
             self._begun[namespace, name] = opening
-        self._busy.add((namespace, name))
+        self._take(namespace, name, chain, messages)
         return name
+
+    def _take(self, namespace: str, agent_id: str, chain: Chain, messages: Sequence[Said]) -> None:
+        self._busy[namespace, agent_id] = _UnderWay(chain.points[0].alike, messages, asyncio.Event())
+
+    def _free(self, place: tuple[str, str]) -> None:
+        if (turn := self._busy.pop(place, None)) is not None:
+            turn.ended.set()
+
+    async def _end_of_interrupted(
+        self, namespace: str, chain: Chain, messages: Sequence[Said], records: AgentRecords
+    ) -> None:
+        """Wait a little for the end of the turn that these messages go on from, if it is still under way."""
+        for place, turn in list(self._busy.items()):
+            is_alike = place[0] == namespace and turn.opening == chain.points[0].alike
+            if not is_alike or len(turn.messages) >= len(messages):
+                continue
+            if await records.beside(partial(_begin_so, messages, turn.messages, is_exact=chain.is_exact)):
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(turn.ended.wait(), SOON_S)
+                return
 
     async def _cut(
         self, opening: tuple[str, str], chain: Chain, messages: Sequence[Said], records: AgentRecords
     ) -> str:
-        """The agent in `cut`; none if its name was used to go on with it: that memory is no other turn's."""
-        if agent_id := self.cut.get(opening, ""):
-            remembered = await records.messages(agent_id)
-            if not await records.beside(partial(_begin_so, messages, remembered, is_exact=chain.is_exact)):
+        """The agent in `cut`; none if its name was used to go on with it, or if it moved to another store: that memory
+        is no other turn's."""
+        agent_id = self.cut.get(opening, "")
+        if not agent_id:
+            return ""
+        with contextlib.suppress(KvasirError):
+            if any(each.is_elsewhere for each in await records.kept(agent_id)):
                 self.cut.pop(opening, None)
                 return ""
+        remembered = await records.messages(agent_id)
+        if not await records.beside(partial(_begin_so, messages, remembered, is_exact=chain.is_exact)):
+            self.cut.pop(opening, None)
+            return ""
         return agent_id
 
     async def agent_behind(self, namespace: str, chain: Chain, messages: Sequence[Said], records: AgentRecords) -> str:
@@ -208,14 +247,14 @@ class Conversations:
                 agent_id = await self._stored_maker_of_calls(namespace, chain, records)
         if not agent_id or (namespace, agent_id) in self._busy:
             return ""
-        self._busy.add((namespace, agent_id))
+        self._take(namespace, agent_id, chain, messages)
         try:
             await records.note(agent_id, opening=chain.opening, summary="")
         except KvasirError:
-            self._busy.discard((namespace, agent_id))
+            self._free((namespace, agent_id))
             return ""  # it is gone, or nobody knows
         except BaseException:
-            self._busy.discard((namespace, agent_id))
+            self._free((namespace, agent_id))
             raise
         self._summaries.used(namespace, agent_id)
         return agent_id
@@ -259,7 +298,7 @@ class Conversations:
             if len(self.cut) > _MAX_CUT:
                 del self.cut[next(iter(self.cut))]
         if place not in self.forks:
-            self._busy.discard(place)
+            self._free(place)
             return
         dropping = asyncio.create_task(self._drop(place, *self.forks.pop(place)))
         self._dropping.add(dropping)
@@ -270,7 +309,7 @@ class Conversations:
             with contextlib.suppress(KvasirError):  # it is tidied up one day
                 await records.delete(place[1], only_version=version)
         finally:
-            self._busy.discard(place)
+            self._free(place)
 
     def digests_of(self, messages: Iterable[Said]) -> Iterator[str]:
         """Short digests, by this gateway's key, of all beginnings of the messages, from that of none on."""

@@ -40,6 +40,7 @@ class Records:
         self.summaries: dict[str, str] = {}
         self.expiring: set[str] = set()
         self.versions: dict[str, int] = {}
+        self.moved: set[str] = set()
         self.is_down = False
 
     async def kept(self, name_prefix: str, opening: str = "") -> list[Kept]:
@@ -51,6 +52,7 @@ class Records:
                 *(name, self.used.get(name, START), False, self.openings.get(name, ""), self.summaries.get(name, "")),
                 expires=name in self.expiring,
                 version=self.versions.get(name, 1),
+                is_elsewhere=name in self.moved,
             )
             for name in names
             if not opening or self.openings.get(name) == opening
@@ -281,6 +283,36 @@ def test_an_agent_whose_interrupted_first_turn_went_on_by_its_name_is_left_alone
     talk.known.left("n", left)
     talk.records.remembered[left] = (*opening, reply("Hi, and"), user("as on the page"))
     assert begun() != left
+
+
+def test_an_agent_whose_first_turn_was_interrupted_and_that_moved_away_is_left_alone() -> None:
+    talk, opening = Talk(conversations(), Records()), (user("Hello"),)
+    chain = talk.known.chain(opening, "")
+    left = asyncio.run(talk.known.agent_for("n", chain, opening, talk.records))
+    talk.records.remembered[left] = opening
+    talk.known.left("n", left)
+    talk.records.moved.add(left)
+    assert talk.turn(*opening) != left
+
+
+@pytest.mark.parametrize("first", [(), (user("Hello"), reply("Hi"))])
+def test_a_turn_sent_behind_an_interrupt_waits_for_the_interrupted_ones_end(first: tuple[Said, ...]) -> None:
+    talk = Talk(conversations(), Records())
+    if first:
+        talk.turn(*first[:1], answer="Hi")
+    cut = (*first, user("Tell me"))
+    on = (*cut, reply("Once"), user("Stop"))
+
+    async def interrupt() -> None:
+        agent = await talk.known.agent_for("n", talk.known.chain(cut, ""), cut, talk.records)
+        going = asyncio.create_task(talk.known.agent_for("n", talk.known.chain(on, ""), on, talk.records))
+        await asyncio.sleep(0.01)
+        assert not going.done()
+        talk.known.left("n", agent)
+        assert await going == agent
+
+    asyncio.run(asyncio.wait_for(interrupt(), 1))
+    assert talk.records.forks == []
 
 
 @pytest.mark.parametrize("is_answered", [True, False])

@@ -22,6 +22,7 @@ class Kept:
     summary: str = ""  # that its client was given, as `compaction.Summaries` writes it
     expires: bool = False  # it has the label of the days that it may stay unused
     version: int = 0  # its newest
+    is_elsewhere: bool = False  # another store owns it, or is about to
 
 
 class Beside(Protocol):

@@ -136,7 +136,8 @@ def _kept(agent: cachestore_pb2.Agent) -> Kept:
     is_copy = any(line.origin in _COPIED or (line.is_brought and not line.is_text_own) for line in agent.lines)
     opening, summary = (agent.labels.get(name, "") for name in (_OPENING, _SUMMARY))
     expires, used_at = expires_after.LABEL in agent.labels, agent.used_at.ToDatetime(tzinfo=UTC)
-    return Kept(agent.agent_id, used_at, is_copy, opening, summary, expires, _newest(agent))
+    is_elsewhere = agent.HasField("ownership") and agent.ownership.state != cachestore_pb2.OWNER_STATE_OWNED
+    return Kept(agent.agent_id, used_at, is_copy, opening, summary, expires, _newest(agent), is_elsewhere)
 
 
 def _remembered(parsed: Any) -> Sequence[Said]:
