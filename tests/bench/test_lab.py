@@ -132,6 +132,7 @@ def test_what_is_known_is_kept_after_each_row(new_lab: Callable[..., Lab]) -> No
     assert kept[0]["cases"]["first_token"]["rows"] == results["cases"]["first_token"]["rows"][:1]
 
 
+@pytest.mark.long(2)
 def test_gaps_are_kept_after_each_round(new_lab: Callable[..., Lab]) -> None:
     lab, kept = new_lab(repeats=1, is_quick=True, lengths=(64,)), []
     lab.pace.keep = kept.append

@@ -54,6 +54,7 @@ def test_a_model_is_fetched_once_listed_and_removed(hub: Hub) -> None:
     assert hub("models", "rm", "kvasir/tiny").code == 5
 
 
+@pytest.mark.long(2)
 def test_only_a_fetch_takes_options_of_progress() -> None:
     for words in (("ls",), ("rm", "kvasir/tiny")):
         program = [sys.executable, "-m", "inference_svc.model.hub", *words]

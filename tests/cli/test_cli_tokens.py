@@ -138,6 +138,7 @@ def test_a_token_that_is_removed_is_gone_and_the_others_stay(tmp_path: Path) -> 
     assert tokens(tmp_path, "rm", "ben", code=5).value["error"]["reason"] == "NO_SUCH_TOKEN"
 
 
+@pytest.mark.long(2)
 def test_names_that_are_taken_or_no_words_or_the_homes_own_are_refused(tmp_path: Path) -> None:
     tokens(tmp_path, "new", "ben", "--namespace", "team")
     made = {file.name: file.read_bytes() for file in Home(tmp_path).tokens.iterdir()}

@@ -56,6 +56,7 @@ def test_a_program_that_draws_for_itself_ends_with_the_command_that_started_it(t
                 program.kill()
 
 
+@pytest.mark.long(2)
 def test_a_program_that_measures_ends_with_a_command_that_is_killed(tmp_path: Path) -> None:
     (tmp_path / "draws.py").write_text(
         f"from kvasir.cli.running.program import end_with_input; end_with_input()\n{_DRAWS}"

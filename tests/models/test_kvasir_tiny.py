@@ -123,6 +123,7 @@ def test_names_that_no_training_saw_are_copied_exactly(reader: Reader) -> None:
     assert report.shares["name at 300"].n == 15
 
 
+@pytest.mark.long(2)
 def test_everyday_facts_are_told_and_asked_as_people_do(reader: Reader) -> None:
     reader.read(
         [

@@ -30,6 +30,7 @@ def test_the_same_seeds_give_the_same_training_rows() -> None:
     )
 
 
+@pytest.mark.long(2)
 def test_a_pool_of_processes_makes_the_same_rows_in_the_same_order() -> None:
     groups = [(rows.Batch(step * 3, 2, 256), rows.Batch(step * 3 + 2, 1, 512)) for step in range(4)]
     alone = [[digest(ids.tobytes()) for ids, _ in group] for group in rows.stream(iter(groups), path(), 0, rows.make)]

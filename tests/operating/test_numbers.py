@@ -19,6 +19,7 @@ def client(watched: Watched) -> InferenceClient:
     return watched.front.house.client(watched.front.keys["ada"])
 
 
+@pytest.mark.long(2)
 def test_counts_and_histograms_equal_what_was_done(watched: Watched, client: InferenceClient) -> None:
     before, stored_before = watched.scrape("engine"), watched.scrape("store")
     first = client.reply(agent_id="ada lovelace", prompt="Dear diary, " * 60, sampling=GREEDY)

@@ -173,6 +173,7 @@ def test_a_part_that_is_not_installed_is_named_with_how_to_install_it(monkeypatc
     assert program("env", "/usr/b*", advice="") == "/usr/bin/env"
 
 
+@pytest.mark.long(2)
 @pytest.mark.skipif(bool(servers.missing()), reason=servers.missing())
 def test_a_second_fleet_in_a_directory_is_refused_by_the_first_ones_pid(tmp_path: Path) -> None:
     import fcntl

@@ -278,6 +278,7 @@ def test_a_removed_peers_running_stream_ends_and_its_calls_too(tmp_path: Path) -
             ours.pull_agent("a", "ada", timeout_s=60)
 
 
+@pytest.mark.long(2)
 def test_our_own_pull_from_a_peer_ends_when_it_is_removed(tmp_path: Path) -> None:
     big = SyntheticAgent(LARGE, 3).turn(256 * 12)
     with mac(tmp_path / "a") as one, mac(tmp_path / "b") as other:

@@ -55,6 +55,7 @@ def test_a_database_whose_clock_is_set_back_lets_no_lease_hold_for_longer_than_i
         assert store.leases.acquire(NS, agent_id, KV, "engine-2", 10).token.generation == 2
 
 
+@pytest.mark.long(2)
 def test_a_store_that_starts_behind_a_step_of_its_databases_clock_ends_no_lease_early(
     stores: tuple[Lab, Store, Store], tmp_path: Path
 ) -> None:

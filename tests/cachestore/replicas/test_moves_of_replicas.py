@@ -26,6 +26,7 @@ async def refused(call: Any) -> None:
     assert caught.value.reason == "PEER_MAY_NOT"
 
 
+@pytest.mark.long(2)
 def test_an_agent_moves_by_order_of_one_store_to_a_peer_that_reports_to_another(
     tmp_path: Path, stores: tuple[Lab, Store, Store]
 ) -> None:

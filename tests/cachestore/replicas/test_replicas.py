@@ -270,6 +270,7 @@ def test_a_watcher_at_one_store_hears_the_commits_of_the_other_in_order_and_none
     assert a.events.after(NS, cursor).events == ()
 
 
+@pytest.mark.long(2)
 def test_memories_of_turns_that_alternate_between_stores_restore_at_each(stores: tuple[Lab, Store, Store]) -> None:
     _, a, b = stores
     agent, kept = SyntheticAgent(SMALL, 1), []

@@ -161,6 +161,7 @@ def test_a_bucket_of_an_earlier_version_goes_to_its_own_directory_before_others_
             assert_whole(client, "ada", turn)
 
 
+@pytest.mark.long(2)
 def test_a_user_of_the_database_without_rights_of_its_server_may_open_it(replicas: Replicas) -> None:
     name = replicas.url.rpartition("/")[2]
     with psycopg.connect(replicas.url, autocommit=True) as connection:
@@ -172,6 +173,7 @@ def test_a_user_of_the_database_without_rights_of_its_server_may_open_it(replica
             client.list_agents()
 
 
+@pytest.mark.long(2)
 def test_a_replica_that_starts_leaves_the_upload_of_another_alone(replicas: Replicas, link: Link) -> None:
     turn = SyntheticAgent(SMALL, 1).turn(300)
     a = replicas.start("a", link=link)
@@ -192,6 +194,7 @@ def sweep(client: StoreClient) -> None:
         client.collect_garbage()
 
 
+@pytest.mark.long(2)
 def test_a_removal_of_a_process_that_stood_still_takes_nothing_that_another_published_since(
     replicas: Replicas, link: Link
 ) -> None:

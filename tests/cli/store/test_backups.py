@@ -162,6 +162,7 @@ def test_a_store_of_which_parts_lie_elsewhere_is_not_backed_up_without_them(
     assert not (tmp_path / "backup").exists()
 
 
+@pytest.mark.long(2)
 def test_a_backup_beside_a_store_that_writes_is_whole(cli: Cli, client: StoreClient, tmp_path: Path) -> None:
     is_over = threading.Event()
 

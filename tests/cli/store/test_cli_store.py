@@ -229,6 +229,7 @@ def test_stats_gc_and_scrub_say_what_they_found(cli: Cli, ada: SyntheticAgent) -
     assert "0 damaged" in cli.done("store", "scrub").out
 
 
+@pytest.mark.long(2)
 def test_scrub_names_a_damaged_blob_and_ends_with_its_own_code(
     cli: Cli, ada: SyntheticAgent, client: StoreClient
 ) -> None:

@@ -170,6 +170,7 @@ def test_a_load_of_turns_is_measured_at_the_running_engine(cli: Cli) -> None:
     assert nobody.code == 3
 
 
+@pytest.mark.long(2)
 def test_agents_of_a_load_come_back_to_their_memories_and_leave_none(cli: Cli) -> None:
     shape = ("--in", "20-40", "--out", "4~8", "--shared-prefix", "30", "--turns", "2")
     limits = ("--first-token-ms", "60000", "--gap-ms", "60000")

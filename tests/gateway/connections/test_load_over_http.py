@@ -69,6 +69,7 @@ def test_a_load_of_which_no_turn_ended_well_ends_with_1() -> None:
     assert found["end_to_end_s"]["count"] == 0
 
 
+@pytest.mark.long(2)
 def test_a_server_that_is_no_such_server_is_refused_by_its_address() -> None:
     with _serving(_Page) as url:
         told = load(url, "any", "--model", "other", code=4)

@@ -72,6 +72,7 @@ def test_a_request_refers_to_a_bounded_number_of_items(front: Front, openai: Any
         front.openai().responses.create(model=MODEL, input=many)
 
 
+@pytest.mark.long(2)
 def test_a_stream_of_events_ends_with_the_whole_response(front: Front) -> None:
     client = front.openai()
     told: Any = [

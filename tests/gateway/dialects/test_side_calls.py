@@ -422,6 +422,7 @@ def test_side_calls_leave_no_memory_and_a_compacted_conversation_goes_on_in_its_
     assert chat.agents() - before == {agent}
 
 
+@pytest.mark.long(2)
 def test_a_turn_taken_for_a_side_call_becomes_a_memory_when_it_goes_on(front: Front) -> None:
     chat = Chat(front, "ada")
     asked = user("My name is Anna. Give me a title for this conversation.")

@@ -80,6 +80,7 @@ def test_after_kill_9_of_everything_the_next_turn_is_warm(own_front: Front) -> N
     assert gone_on.usage.input_tokens_details.cached_tokens > 15
 
 
+@pytest.mark.long(2)
 def test_a_conversation_goes_on_in_no_memory_that_came_as_a_copy(front: Front) -> None:
     """Who reads the names of agents can give one that looks like the conversation's. A restarted gateway asks the store
     which of them it was.
@@ -290,6 +291,7 @@ def test_append_gives_a_new_agent_all_messages_and_an_old_one_the_newest_without
     assert talk("And my dog's?", "mine") == ("replayed", tokens), "a retry appends nothing twice"
 
 
+@pytest.mark.long(2)
 def test_an_id_names_its_own_reply_whatever_stands_in_its_place_now(front: Front) -> None:
     client = front.openai().responses
     first = client.create(model=MODEL, input="Placed. My name is Anna.", max_output_tokens=8)

@@ -111,6 +111,7 @@ def why(answer: httpx.Response) -> Any:
     return json.loads(answer.headers["x-kvasir-miss"])
 
 
+@pytest.mark.long(2)
 def test_an_answer_says_what_was_reused_and_where_its_prompt_parted_from_the_memory(front: Front, names: str) -> None:
     client, system = Client(front, **{"x-agent-id": names}), "You count ships. " * 8 + "It is 10:{} – süß."
     first = client.turn("Hello", system.format(30), TOOLS)

@@ -164,6 +164,7 @@ def test_the_audit_shows_refusals_and_takes_filters(olga: Browser, operated: Gat
     assert olga.get("audit", agent="nobody at all").all("p", **{"class": "nothing"})
 
 
+@pytest.mark.long(2)
 def test_of_a_long_audit_the_newest_lines_are_shown(olga: Browser, front: Front) -> None:
     file = Home(front.house.root).audit_file("store")
     file.parent.mkdir(mode=0o700, exist_ok=True)  # the test that audits may not have run before
@@ -182,6 +183,7 @@ def test_of_a_long_audit_the_newest_lines_are_shown(olga: Browser, front: Front)
         file.unlink()
 
 
+@pytest.mark.long(2)
 def test_a_home_whose_services_do_not_run_is_shown(tmp_path: Path) -> None:
     status = asyncio.run(HomeCommands(tmp_path).value("status"))
     status["backup"] = dict.fromkeys(("files", "bytes", "damaged"), 0) | {"ended_at": "2099-01-01T00:00:00+00:00"}

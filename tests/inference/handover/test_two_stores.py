@@ -273,6 +273,7 @@ async def test_a_peer_writes_into_no_agent_that_it_did_not_move_here(pair: Macs,
     assert _refused(other, agent if peer == "thief" else "") == REFUSED[peer]
 
 
+@pytest.mark.long(12)
 @pytest.mark.parametrize(
     ("caller", "moves", "is_taken"),
     [

@@ -43,6 +43,7 @@ def test_every_name_is_there_once_it_is_asked_for() -> None:
     subprocess.run([sys.executable, "-c", EVERY_NAME], check=True)
 
 
+@pytest.mark.long(2)
 def test_a_tokenizer_loads_without_a_look_at_other_models() -> None:
     argv = [sys.executable, "-c", COUNTING, str(kvasir_tiny.path())]
     answer = subprocess.run(argv, capture_output=True, text=True, check=True)

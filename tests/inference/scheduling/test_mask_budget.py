@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -87,6 +88,7 @@ def test_a_turn_that_was_preempted_is_not_billed_twice() -> None:
 rows = st.builds(Row, st.sampled_from("abc"), st.one_of(st.none(), st.floats(0.00001, 0.1)))
 
 
+@pytest.mark.long(2)
 @given(st.lists(rows, min_size=1, max_size=12))
 @settings(max_examples=sampled(30, of=100))
 def test_all_decode_in_the_end_and_masks_stay_within_their_part(rows: list[Row]) -> None:

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -258,6 +259,7 @@ def test_an_interactive_prompt_is_computed_before_background_ones() -> None:
     assert world.prefilled[3:7] == [person] * 4
 
 
+@pytest.mark.long(2)
 @given(st.floats(0.5, 5.0), st.integers(1, 3))
 @settings(max_examples=sampled(10, of=20), deadline=None)
 def test_background_work_begins_and_goes_on_though_people_never_stop_asking(ageing_s: float, at_once: int) -> None:

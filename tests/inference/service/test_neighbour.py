@@ -68,6 +68,7 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
+@pytest.mark.long(2)
 def test_a_reply_is_our_own_token_for_token(neighbour: House, stub: Any, tokenizer: Tokenizer) -> None:
     text = f"one. {TEXT}"
     with neighbour.client() as client:

@@ -133,6 +133,7 @@ def test_a_file_that_does_not_come_leaves_the_turn_what_a_plan_with_the_files_be
     _check_cut(driver, memory, came)
 
 
+@pytest.mark.long(2)
 @pytest.mark.batch_as_alone
 def test_files_that_end_in_the_middle_are_as_good_as_a_plan_with_so_many(
     driver: Driver, memory: tuple[AgentKey, Restored]

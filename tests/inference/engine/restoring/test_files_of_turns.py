@@ -14,6 +14,7 @@ from inference_svc.text.token_ids import TokenIds
 from tests.inference.engine.driving import Driver, tokens_of
 
 
+@pytest.mark.long(2)
 def test_blocks_may_be_published_while_the_turn_still_runs(driver: Driver) -> None:
     key = driver.key()
     listener = driver.submit(tokens_of(700), key=key, max_tokens=120)

@@ -217,6 +217,7 @@ def test_a_restored_memory_shares_the_pages_that_another_memory_has_of_it(driver
     assert own == [len(plan.blobs) - beside // 256]
 
 
+@pytest.mark.long(2)
 @pytest.mark.cells_of_a_block
 def test_a_restored_memory_shares_no_page_in_which_it_has_generated_rows(driver: Driver) -> None:
     """What it generated may differ in bits from what another computed of the same tokens as a prompt."""

@@ -83,6 +83,7 @@ def test_a_turn_that_ends_beside_a_prompt_makes_no_other_decode_its_rows_again(
     assert filled_since == 0
 
 
+@pytest.mark.long(2)
 @pytest.mark.batch_as_alone
 def test_a_cancelled_turn_leaves_the_batch_and_changes_nobody(driver: Driver) -> None:
     prompts = [tokens_of(100 + place, 70 + place) for place in range(3)]

@@ -171,6 +171,7 @@ def test_a_turn_that_was_preempted_says_and_remembers_what_it_does_undisturbed(
     assert small.files(key) == expected.files
 
 
+@pytest.mark.long(2)
 def test_a_turn_that_computes_its_reply_again_tries_nothing_meanwhile(
     small: Driver, undisturbed: Callable[[str], Undisturbed], told: type[Told], monkeypatch: pytest.MonkeyPatch
 ) -> None:

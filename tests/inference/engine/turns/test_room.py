@@ -52,6 +52,7 @@ def test_a_turn_that_does_not_fit_beside_what_it_was_planned_with_is_planned_ane
     assert small.turn(prompt, key=key, max_tokens=100).cached_tokens == 0
 
 
+@pytest.mark.long(2)
 @pytest.mark.cells_of_a_block
 def test_a_turn_that_begins_with_anothers_prefix_is_accounted_beside_the_memory_that_it_was_to_extend(
     driver: Driver,
@@ -146,6 +147,7 @@ class Way:
         self.wanted.set()
 
 
+@pytest.mark.long(2)
 def test_a_pinned_memory_is_what_it_was_whatever_its_agent_does_next(driver: Driver) -> None:
     key, state = driver.remember(600)
     files = list(driver.files(key))

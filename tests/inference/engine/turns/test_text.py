@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -35,6 +36,7 @@ def test_tokens_of_a_text_spell_the_text(text: str) -> None:
     assert len(chars) == len(token_ids)
 
 
+@pytest.mark.long(2)
 @given(st.lists(st.integers(0, 1023), max_size=40))
 def test_any_tokens_are_spelled_as_the_tokenizer_decodes_them(token_ids: list[int]) -> None:
     spelled, chars = tiny().spell(token_ids)

@@ -57,6 +57,7 @@ def test_a_cell_and_a_token_tell_all_their_events_at_once_and_the_last_token_bef
     ]
 
 
+@pytest.mark.long(2)
 @pytest.mark.batch_as_alone
 def test_two_agents_interleaved_say_what_each_says_alone(driver: Driver) -> None:
     prompts = [tokens_of(700, seed=1), tokens_of(300, seed=2), tokens_of(530, seed=3)]

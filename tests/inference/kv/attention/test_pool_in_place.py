@@ -141,6 +141,7 @@ def test_chunks_forks_and_cuts_are_those_of_a_pool_that_mlx_writes() -> None:
         assert one.pool.allocator.used == 0
 
 
+@pytest.mark.long(2)
 def test_files_go_from_one_kind_of_pool_to_the_other() -> None:
     twins = Twins()
     for seed, count in enumerate((300, 233, 1)):
@@ -328,6 +329,7 @@ def decoded(runner: ModelRunner, pool: KvPool) -> tuple[list[list[int]], list[Se
     return tokens, sequences
 
 
+@pytest.mark.long(2)
 def test_sequences_decode_as_in_a_pool_that_mlx_writes(runner: ModelRunner) -> None:
     """The prompt's rows to the bit; sums over pages round otherwise than MLX's own, so new rows are near."""
     (tokens, plain), (found, in_place) = (decoded(runner, pool) for pool in pools(runner))

@@ -124,6 +124,7 @@ def test_nobody_waits_for_a_copy_who_does_not_want_its_bytes(driver: PlayedDrive
     assert [file.result() for file in files] == expected
 
 
+@pytest.mark.long(2)
 def test_pages_that_are_free_again_are_not_written_before_they_were_copied(driver: PlayedDriver | None) -> None:
     for seed, layers in enumerate((MIXED, DIVIDED, DIVIDED)):
         kv = filled(SequenceKV(pool := pool_of(layers, pages=20)), [500, 100], seed=seed)
@@ -168,6 +169,7 @@ def test_what_was_enqueued_before_a_copy_is_in_it(driver: PlayedDriver | None) -
         assert bytes(files[0][-2:]) == (10 * number + 2).to_bytes(2, "little")
 
 
+@pytest.mark.long(2)
 def test_many_copies_at_once_mix_nothing_up(driver: PlayedDriver | None) -> None:
     kvs = [
         filled(SequenceKV(pool), [700], seed=seed)

@@ -188,6 +188,7 @@ def test_a_steps_empty_row_changes_no_other_row_and_no_page(tmp_path: Path) -> N
     assert stored(memory) == before
 
 
+@pytest.mark.long(4)
 @pytest.mark.parametrize("pass_rows", [0, 16])
 def test_a_packed_graph_is_kept_ahead_only_where_passes_are_packed(pass_rows: int, tmp_path: Path) -> None:
     """They are not where a step's rows have a fixed number."""

@@ -146,6 +146,7 @@ def test_a_model_that_cannot_be_loaded_leaves_the_one_before(house: House) -> No
         assert client.reply(prompt="hello", sampling=GREEDY).started.model == "first"
 
 
+@pytest.mark.long(2)
 def test_a_load_tells_its_stages_and_is_followed_by_who_asks_again(house: House) -> None:
     with house.client() as client, house.client() as other, ThreadPoolExecutor() as pool:
         client.reply(agent_id="ada", messages=TOLD, sampling=GREEDY)

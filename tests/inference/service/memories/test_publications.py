@@ -316,6 +316,7 @@ def test_files_and_manifest_go_at_once_and_nothing_is_committed_before_both_are_
     run(scenario)
 
 
+@pytest.mark.long(2)
 def test_a_malformed_answer_to_a_commit_is_a_failed_snapshot_with_a_reason() -> None:
     async def scenario() -> None:
         house = House()

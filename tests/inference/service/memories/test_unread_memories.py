@@ -99,6 +99,7 @@ def test_a_side_call_beside_a_memory_that_was_hot_is_a_branch_though_the_store_i
     assert (again.started.source, again.started.parent_version) == (pb.CACHE_SOURCE_HOT, told.finished.snapshot.version)
 
 
+@pytest.mark.long(2)
 def test_a_damaged_manifest_is_not_written_over_unless_that_is_asked_for(house: House) -> None:
     say(house, "mia", "I live in Porto.")
     with house.store_client() as store:

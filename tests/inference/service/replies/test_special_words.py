@@ -88,6 +88,7 @@ def test_one_message_that_spells_two_is_never_taken_for_them(
     assert after.token_ids == ask(client, messages=asked).token_ids
 
 
+@pytest.mark.long(2)
 def test_special_tokens_that_the_model_said_are_said_again(own_house: House, new_agent: Callable[[], str]) -> None:
     agent = new_agent()
     says = {"max_tokens": 6, "temperature": 0.0, "logit_bias": {0: 100.0}}

@@ -107,6 +107,7 @@ def test_whole_conversations_copies_and_warmed_ones_keep_the_date(ada: Inference
     assert {remembered(ada, agent).template_time_ms for agent in ("kept", "copy", "brought")} == {date}
 
 
+@pytest.mark.long(2)
 def test_a_new_conversation_gets_a_date_of_its_own(ada: InferenceClient) -> None:
     say(ada, "one", TALK[0])
     say(ada, "two", TALK[0])

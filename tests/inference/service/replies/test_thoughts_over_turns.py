@@ -106,6 +106,7 @@ def test_where_the_template_drops_thoughts_the_prompt_is_a_cold_one_and_all_befo
     assert remembered(ada, agent).text == remembered(ada, other).text
 
 
+@pytest.mark.long(2)
 def test_a_retry_tells_the_thoughts_again_and_other_thoughts_are_another_turn(
     ada: InferenceClient, new_agent: Callable[[], str]
 ) -> None:

@@ -122,6 +122,7 @@ def test_a_folder_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytes
     assert compiled_program("int x;", (), kept) == b"#2 int x;"
 
 
+@pytest.mark.long(2)
 @pytest.mark.usefixtures("library")
 def test_a_user_without_a_home_keeps_nothing_and_compiles_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def home() -> Path:
