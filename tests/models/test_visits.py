@@ -42,6 +42,7 @@ def test_the_exam_puts_four_hundred_different_exchanges(exam: list[Exchange]) ->
     assert len({json.dumps([each.messages, each.question]) for each in exam}) > 390
 
 
+@pytest.mark.long(12)
 def test_no_sentence_of_the_exam_occurs_in_training(exam: list[Exchange]) -> None:
     """Greetings have few words: without the checksum of sentences they would be the same."""
     heard = {message["content"] for talk in talks() for message in talk.messages if message["role"] == "user"}

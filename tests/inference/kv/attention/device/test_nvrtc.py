@@ -53,10 +53,18 @@ int nvrtcDestroyProgram(void**) { return 0; }
 _NUMBERS = count()  # the loader keeps what it has loaded, by name
 
 
-@pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
-    path = tmp_path / f"libnvrtc{next(_NUMBERS)}.so"  # folders may have the name of an earlier test's
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("nvrtc") / "lib.so"
     subprocess.run([cxx(), "-shared", "-fPIC", "-x", "c++", "-", "-o", str(path)], input=LIBRARY.encode(), check=True)
+    return path
+
+
+@pytest.fixture
+def library(compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
+    """A copy for each test: another file is another library, whose count begins anew."""
+    path = tmp_path / f"libnvrtc{next(_NUMBERS)}.so"  # folders may have the name of an earlier test's
+    shutil.copy(compiled, path)
     monkeypatch.setattr(nvrtc, "_LIBRARIES", (str(tmp_path / "absent.so"), str(path)))
     nvrtc._library.cache_clear()
     yield ctypes.CDLL(str(path))
