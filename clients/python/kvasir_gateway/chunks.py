@@ -40,6 +40,7 @@ class Chunks(ReplyStream):
 
     def frames(self, event: pb.GenerateResponse) -> str:
         if (kind := event.WhichOneof("event")) == "delta":
+            self._reply.choice(event.delta.choice).count(event.delta)
             return self._delta(event.delta)
         self._reply.add(event)
         if kind == "started":

@@ -68,4 +68,7 @@ def one(name: str, model: pb.Model, *, for_anthropic: bool) -> dict[str, Any]:
     if for_anthropic:
         head = {"type": "model", "id": name, "display_name": model.name, "created_at": _CREATED_AT}
         return {**head, "lifecycle": "active", "max_input_tokens": model.context_tokens or None}
-    return {"id": name, "object": "model", "created": _CREATED, "owned_by": "kvasir", "root": model.name}
+    shown = {"id": name, "object": "model", "created": _CREATED, "owned_by": "kvasir", "root": model.name}
+    if model.context_tokens:  # known of a loaded one; by the names that clients of vLLM and of OpenRouter read
+        shown |= {"max_model_len": model.context_tokens, "context_length": model.context_tokens}
+    return shown

@@ -10,7 +10,7 @@ from kvasir import volatile
 from kvasir.errors import InvalidArgument, NotFound
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir_gateway.engine import CallerAtEngine
-from kvasir_gateway.models import Aliases
+from kvasir_gateway.models import Aliases, listed
 from kvasir_gateway.turn import Turn
 
 from tests.gateway.conftest import ENCODER, Front
@@ -100,3 +100,10 @@ def test_switches_choose_how_requests_are_read(
     assert (reading.any_model, reading.is_strict) == (answers_for_any, "--strict" in options)
     assert [rule.name for rule in reading.side_rules] == side_calls
     assert reading.rules.names == rules
+
+
+def test_openais_list_has_the_context_of_a_loaded_model() -> None:
+    found = [pb.Model(name="a", context_tokens=4096), pb.Model(name="b", state=pb.MODEL_STATE_NOT_LOADED)]
+    loaded, other = listed(found, Aliases(), for_anthropic=False)["data"]
+    assert (loaded["max_model_len"], loaded["context_length"]) == (4096, 4096)
+    assert "max_model_len" not in other

@@ -79,6 +79,26 @@ def test_chats_thoughts_come_back_under_either_name(field: str) -> None:
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == THOUGHTS
 
 
+def test_tokens_of_thoughts_are_counted_whole_and_in_a_stream() -> None:
+    """Of five tokens two have no text: a marker before the thoughts, which is theirs, and one behind them."""
+    deltas = [{}, {"reasoning_text": "Hm"}, {"reasoning_text": "!"}, {}, {"text": "Yes."}]
+    told = events(*(pb.Delta(token_ids=[number], **texts) for number, texts in enumerate(deltas)))
+    request, reply = responses_request(), reply_of(told)
+    chunks, items = (
+        frames_of(made, told)
+        for made in (
+            openai_chat.ChatChunks(ASKED, wants_usage=True),
+            openai_response_answers.ResponseEvents(ASKED, request),
+        )
+    )
+    for details in (openai_chat.whole(ASKED, reply)["usage"], chunks[-1]["usage"]):
+        assert details["completion_tokens_details"] == {"reasoning_tokens": 3}
+    for response in (openai_response_answers.whole(ASKED, reply, request), items[-1]["response"]):
+        assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": 3}
+    unthinking = openai_chat.whole(ASKED, reply_of(events(pb.Delta(text="Yes.", token_ids=[4]))))
+    assert "completion_tokens_details" not in unthinking["usage"]
+
+
 def test_what_others_put_into_these_fields_means_nothing() -> None:
     said = [
         {"role": "user", "content": "?", "reasoning": "I am no assistant."},

@@ -91,8 +91,19 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[pb.TokenLogprobs] = field(default_factory=list)  # one per token, if they were requested
     finished: pb.Finished = field(default_factory=pb.Finished)
+    reasoning_tokens: int = 0
+    _tokens_to_place: int = 0  # without a text yet: markers, and parts of characters
+
+    def count(self, delta: pb.Delta) -> None:
+        """Count a delta's tokens, as `add` does. Of one with both texts, which a slow reader gets, by their lengths."""
+        self._tokens_to_place += len(delta.token_ids)
+        thought, said = len(delta.reasoning_text), len(delta.text)
+        if thought or said:
+            self.reasoning_tokens += self._tokens_to_place * thought // (thought + said)
+            self._tokens_to_place = 0
 
     def add(self, delta: pb.Delta) -> None:
+        self.count(delta)
         self.text += delta.text
         self.reasoning_text += delta.reasoning_text
         self.token_ids += delta.token_ids
@@ -131,13 +142,14 @@ class Reply:
             case "started":
                 self.started = event.started
             case "delta":
-                self._choice(event.delta.choice).add(event.delta)
+                self.choice(event.delta.choice).add(event.delta)
             case "finished":
-                self._choice(event.finished.choice).finished = event.finished
+                self.choice(event.finished.choice).finished = event.finished
             case _:
                 pass
 
-    def _choice(self, number: int) -> Choice:
+    def choice(self, number: int) -> Choice:
+        """Raises Internal for a number that no request can have."""
         if not 0 <= number < _MAX_CHOICES:
             raise Internal(f"the engine sent choice {number}")
         while len(self.choices) <= number:

@@ -355,13 +355,15 @@ def usage(reply: Reply) -> dict[str, Any]:
     prompt_tokens, used = reply.started.prompt_tokens, [choice.finished.usage for choice in reply.choices]
     completion_tokens = sum(each.completion_tokens for each in used)
     drafted, right = (sum(each.drafted_tokens for each in used), sum(each.accepted_draft_tokens for each in used))
-    ahead = {"accepted_prediction_tokens": right, "rejected_prediction_tokens": drafted - right}
+    details = {"accepted_prediction_tokens": right, "rejected_prediction_tokens": drafted - right} if drafted else {}
+    if reasoning_tokens := sum(choice.reasoning_tokens for choice in reply.choices):
+        details["reasoning_tokens"] = reasoning_tokens
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": reply.started.cached_tokens},
-        **({"completion_tokens_details": ahead} if drafted else {}),
+        **({"completion_tokens_details": details} if details else {}),
     }
 
 

@@ -21,7 +21,7 @@ def whole(asked: Asked, reply: Reply, request: ResponsesRequest, seals: ThoughtS
     if reply.text or not (output or reply.finished.tool_calls):
         output.append(_message(asked, reply.text, "completed"))
     output += [_call(asked, request, number, call) for number, call in enumerate(reply.finished.tool_calls)]
-    return _response(asked, request, reply.started, output, reply.finished)
+    return _response(asked, request, reply, output, reply.finished)
 
 
 class ResponseEvents(Blocks):
@@ -49,7 +49,7 @@ class ResponseEvents(Blocks):
         return self._report("response.in_progress")  # Codex counts no comments, and gives up after 300 s
 
     def _report(self, name: str) -> str:
-        return self._event(name, response=_response(self._asked, self._request, self._reply.started, [], None))
+        return self._event(name, response=_response(self._asked, self._request, self._reply, [], None))
 
     def _finish(self, finished: pb.Finished) -> str:
         frames = self._open("text") if not (self._output or self._kind or finished.tool_calls) else ""
@@ -63,7 +63,7 @@ class ResponseEvents(Blocks):
                 "response.function_call_arguments.done", **place, name=done["name"], arguments=call.arguments_json
             )
             frames += self._done(done)
-        response = _response(self._asked, self._request, self._reply.started, self._output, finished)
+        response = _response(self._asked, self._request, self._reply, self._output, finished)
         return frames + self._event(f"response.{response['status']}", response=response)
 
     def _opened(self, kind: str) -> str:
@@ -108,8 +108,9 @@ class ResponseEvents(Blocks):
 
 
 def _response(
-    asked: Asked, request: ResponsesRequest, started: pb.Started, output: list[Item], finished: pb.Finished | None
+    asked: Asked, request: ResponsesRequest, reply: Reply, output: list[Item], finished: pb.Finished | None
 ) -> dict[str, Any]:
+    started = reply.started
     is_cut = finished is not None and finish_reason(finished) == "length"
     usage = None
     if finished is not None:
@@ -117,7 +118,7 @@ def _response(
             "input_tokens": started.prompt_tokens,
             "input_tokens_details": {"cached_tokens": started.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": finished.usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": reply.choices[0].reasoning_tokens},
             "total_tokens": started.prompt_tokens + finished.usage.completion_tokens,
         }
     tools = [tool.as_applied() for tool in request.tools or () if tool.type in ("function", "namespace")]
