@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import psycopg
-from kvasir.waits import PAUSE_S
+from kvasir.waits import PAUSE_S, RETRY_S
 from psycopg.adapt import Transformer
 from psycopg.errors import error_from_result
 from psycopg.pq import ConnStatus, ExecStatus
@@ -163,12 +163,13 @@ def _received(server: PGconn, check_alive: Callable[[], None]) -> list[PGresult]
     other with a full buffer."""
     results: list[PGresult] = []
     ready = select.poll()
-    is_sent = False
+    is_sent, look_s = False, PAUSE_S
     while True:
         is_sent = is_sent or server.flush() == 0
         ready.register(server.socket, select.POLLIN if is_sent else select.POLLIN | select.POLLOUT)
-        if not ready.poll(1000 * PAUSE_S):  # it may work on a long statement, or wait for a lock
+        if not ready.poll(1000 * look_s):  # it may work on a long statement, or wait for a lock
             check_alive()
+            look_s = min(2 * look_s, RETRY_S)  # each look is a process of the server's
         server.consume_input()
         while not server.is_busy():
             result = server.get_result()

@@ -1,5 +1,6 @@
 """The servers that an address of PostgreSQL names: a connection to the one that takes writes, and which stand still."""
 
+import errno
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
@@ -11,8 +12,11 @@ from kvasir.waits import SOON_S
 
 from cachestore_svc.index.postgres.schema import SCHEMA
 
-# The request for encryption, with which a connection may begin: a server answers it before any other word.
-_FIRST_BYTES = bytes.fromhex("00000008 04d2162f")
+# A request for GSSAPI's encryption, with which a connection may begin: a server answers it before any other word. It
+# logs nothing of a client that leaves then, as it does of one that wanted TLS.
+_FIRST_BYTES = bytes.fromhex("00000008 04d21630")
+# These come from routers, or from this machine.
+_NO_ANSWERS = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 # What each side does where the other is gone. The server ends the transaction, and then the session, which holds locks.
 _OF_SERVER = {
     "idle_in_transaction_session_timeout": "30s",
@@ -40,32 +44,30 @@ class ServerSilent(psycopg.OperationalError):
 class Server:
     """One of the servers, and whether it was found to stand still: one session finds it out for all."""
 
-    def __init__(self, where: Mapping[str, str]) -> None:
-        """`where`: the words of the address that are this server's alone; none where the address names one server."""
-        self.where = where
-        self._host, self._port = where.get("hostaddr") or where.get("host", ""), where.get("port") or "5432"
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """`settings`: with the one address that is this server's. A file of services (`service=`) may name others."""
+        self._settings = settings
+        self._has_address = bool(settings.get("hostaddr") or settings.get("host"))
+        self._place: tuple[str, str] | None = None  # of the last session
         self.is_silent, self.silences = False, 0  # and how often it was found so
 
     def check_session(self, connection: "psycopg.Connection[Any]") -> None:
         """Raises ServerSilent where the server of this session takes no connection."""
-        info = connection.info
-        self._host, self._port = self.where.get("hostaddr") or info.host, str(info.port)
-        self._check(info.hostaddr or info.host)
+        self._check(_place_of(connection))
 
-    def connect(self, settings: Mapping[str, Any]) -> "psycopg.Connection[tuple[Any, ...]]":
-        """Raises ServerSilent, psycopg.OperationalError. One that stood still is looked at first, which takes less; its
-        name is looked up again, as it may have moved."""
-        if self.is_silent and self._host:
-            self._check(self._host)
+    def connect(self) -> "psycopg.Connection[tuple[Any, ...]]":
+        """Raises ServerSilent, psycopg.OperationalError. One that stood still is looked at first, which takes less."""
+        if self.is_silent and self._has_address and self._place:
+            self._check(self._place)
         try:
-            connection = psycopg.connect(**{**settings, **self.where}, autocommit=True)
+            connection = psycopg.connect(**self._settings, autocommit=True)
         except psycopg.errors.ConnectionTimeout:
             raise self._found_silent() from None
-        self.is_silent = False
+        self._place, self.is_silent = _place_of(connection), False
         return connection
 
-    def _check(self, host: str) -> None:
-        if not _answers(host, self._port):
+    def _check(self, place: tuple[str, str]) -> None:
+        if not _answers(*place):
             raise self._found_silent()
         self.is_silent = False
 
@@ -89,28 +91,27 @@ class Servers:
         # The last word is the address's, but for the schema.
         options = f"{ours} {given.get('options', '')} -c search_path={SCHEMA}"
         self._settings: dict[str, Any] = {**_SETTINGS, **given, "options": options}
-        self._servers = [Server(where) for where in _named(given)]
+        self._servers: dict[frozenset[tuple[str, Any]], Server] = {}
 
     def connect(self) -> "tuple[psycopg.Connection[tuple[Any, ...]], Server]":
         """To the first that takes writes; those that stood still come last. Raises psycopg.OperationalError of the last
         that was tried."""
-        *others, last = sorted(self._servers, key=lambda each: each.is_silent)
+        *others, last = sorted(self._named(), key=lambda each: each.is_silent)
         for each in others:
             with suppress(psycopg.OperationalError):
-                return each.connect(self._settings), each
-        return last.connect(self._settings), last
+                return each.connect(), each
+        return last.connect(), last
+
+    def _named(self) -> list[Server]:
+        """By the address, or by libpq's variables, at this moment: a name may have several addresses, and get others.
+        Raises psycopg.OperationalError for a name that has none, and for lists of unlike lengths."""
+        attempts = psycopg.conninfo.conninfo_attempts(self._settings)
+        return [self._servers.setdefault(frozenset(each.items()), Server(each)) for each in attempts]
 
 
-def _named(given: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Of each server that the address names, the words that are its alone. Lists of unlike lengths are left to libpq,
-    which refuses them."""
-    lists = {name: str(given[name]).split(",") for name in ("host", "hostaddr", "port") if given.get(name)}
-    count = max(map(len, lists.values()), default=1)
-    if len(lists.get("port", ())) == 1:
-        lists["port"] *= count
-    if {len(each) for each in lists.values()} != {count}:
-        return [{}]
-    return [dict(zip(lists, words, strict=True)) for words in zip(*lists.values(), strict=True)]
+def _place_of(connection: "psycopg.Connection[Any]") -> tuple[str, str]:
+    info = connection.info
+    return info.hostaddr or info.host, str(info.port)
 
 
 def _answers(host: str, port: str) -> bool:
@@ -121,8 +122,8 @@ def _answers(host: str, port: str) -> bool:
             begun.recv(1)
     except TimeoutError:
         return False
-    except OSError:
-        pass  # also a refusal is an answer
+    except OSError as error:
+        return error.errno not in _NO_ANSWERS  # a refusal is an answer
     return True
 
 
@@ -131,5 +132,9 @@ def _connected(host: str, port: str, within_s: float) -> socket.socket:
         return socket.create_connection((host, port), within_s)
     begun = socket.socket(socket.AF_UNIX)
     begun.settimeout(within_s)
-    begun.connect(f"{host}/.s.PGSQL.{port}")
+    try:
+        begun.connect(f"{host}/.s.PGSQL.{port}")
+    except OSError:
+        begun.close()
+        raise
     return begun

@@ -1,23 +1,34 @@
 """A server of PostgreSQL that stands still, as a paused machine: callers hear of it soon, and nothing is done twice."""
 
+import errno
+import os
+import shutil
+import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from queue import Queue
+from typing import Any
 
+import psycopg
 import pytest
 from kvasir.errors import Unavailable
-from kvasir.waits import SOON_S
+from kvasir.waits import PAUSE_S, SOON_S
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogView, open_postgres
 from cachestore_svc.index.postgres import postgres_catalog, replicas
 from cachestore_svc.index.postgres.postgres_catalog import READERS
-from cachestore_svc.index.postgres.servers import Servers, ServerSilent
+from cachestore_svc.index.postgres.servers import Server, Servers, ServerSilent
+from cachestore_svc.index.postgres.session import Session
 from tests.cachestore.index.test_postgres import add_one, count_of
+from tests.campaigns.faults.faulty_link import Fault, FaultyLink
+from tests.cli.certificates import make_certificate
 from tests.running.postgres import PostgresServer, postgres, running, running_standby  # noqa: F401
+from tests.running.waiting import eventually
 
 _SOON_S = 20.0
 pytestmark = pytest.mark.long(12)
@@ -133,12 +144,107 @@ def _slow_count(view: CatalogView) -> int:
 
 
 def test_a_server_that_stood_still_is_taken_again(postgres: PostgresServer) -> None:  # noqa: F811
-    servers = Servers(postgres.url("postgres"))
+    named = Servers(postgres.url("postgres"))
     with postgres.standing_still():
         for _ in range(2):  # the second time it is looked at first
             with pytest.raises(ServerSilent):
-                servers.connect()
-    servers.connect()[0].close()
+                named.connect()
+    named.connect()[0].close()
+
+
+@pytest.mark.parametrize("by", ["its address", "variables of libpq"])
+def test_a_session_leaves_a_server_that_stands_still_for_the_next_one(
+    postgres: PostgresServer,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    by: str,
+) -> None:
+    with closing(FaultyLink(None, postgres.port)) as link:
+        ports = link.port, postgres.port
+        url = f"postgresql://kvasir@127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}/postgres"
+        if by == "variables of libpq":
+            url = "postgresql://kvasir@/postgres"
+            monkeypatch.setenv("PGHOST", "127.0.0.1,127.0.0.1")
+            monkeypatch.setenv("PGPORT", f"{ports[0]},{ports[1]}")
+        with closing(Session(Servers(url))) as session:
+            session.connect()
+            assert session._connected.info.port == ports[0]
+            link.arm(Fault("hang"))
+            with pytest.raises(psycopg.OperationalError):
+                session.execute("SELECT 1")
+            assert session.is_lost
+            session.connect()
+            assert session._connected.info.port == ports[1]
+
+
+def test_of_the_addresses_of_a_name_one_that_stands_still_is_tried_last(
+    postgres: PostgresServer,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    silent, family = ("127.0.0.2", socket.AF_INET) if sys.platform == "linux" else ("::1", socket.AF_INET6)
+    found = [(silent, family), ("127.0.0.1", socket.AF_INET)]
+    addresses = [(kind, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (each, postgres.port)) for each, kind in found]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses)
+    url = postgres.url("postgres").replace("127.0.0.1", "database.example")
+    with socket.create_server((silent, postgres.port), family=family):
+        named = Servers(url)
+        named.connect()[0].close()
+        began_s = time.monotonic()
+        named.connect()[0].close()
+        assert time.monotonic() - began_s < SOON_S / 2
+
+
+@pytest.mark.parametrize("number", [errno.EHOSTUNREACH, errno.ENETUNREACH])
+def test_a_machine_that_no_route_reaches_any_more_does_not_answer(
+    postgres: PostgresServer,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+) -> None:
+    def refuses(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    connection, server = Servers(postgres.url("postgres")).connect()
+    with closing(connection):
+        server.check_session(connection)
+        monkeypatch.setattr(socket, "create_connection", refuses)
+        with pytest.raises(ServerSilent):
+            server.check_session(connection)
+
+
+def test_a_look_at_a_server_with_tls_is_no_error_in_its_log(postgres: PostgresServer) -> None:  # noqa: F811
+    files = [postgres._data / name for name in ("server.crt", "server.key")]
+    make_certificate(*files)
+    for each in files if postgres._as_whom else ():
+        shutil.chown(each, **postgres._as_whom)
+    named, before = Servers(f"{postgres.url('postgres')}?sslmode=require"), len(postgres._log.read_text())
+    postgres.configure(ssl="on")
+    try:
+        connection, server = eventually(lambda: _connected(named))
+        with closing(connection):
+            server.check_session(connection)
+        time.sleep(PAUSE_S)
+    finally:
+        postgres.configure(ssl="off")
+    assert "SSL" not in postgres._log.read_text()[before:]
+
+
+def _connected(named: Servers) -> Any:
+    with suppress(psycopg.OperationalError):  # while it has no TLS yet
+        return named.connect()
+    return None
+
+
+def test_a_long_statement_is_looked_after_ever_less(postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    looks_s, check = list[float](), Server.check_session
+
+    def counted(server: Server, connection: Any) -> None:
+        looks_s.append(time.monotonic())
+        check(server, connection)
+
+    monkeypatch.setattr(Server, "check_session", counted)
+    with closing(Session(Servers(postgres.url("postgres")))) as session:
+        session.connect()
+        session.execute("SELECT pg_sleep(0.8)")
+    assert looks_s[1] - looks_s[0] > 1.9 * PAUSE_S
 
 
 def test_a_long_statement_of_a_server_that_is_well_is_waited_for(catalog: Catalog, disk: StopsAtCommit) -> None:
