@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import psycopg
@@ -129,12 +130,12 @@ class Session:
         return [each.payload for each in self._connected.notifies(timeout=for_s, stop_after=1)]
 
     def roll_back(self) -> None:
-        """End the transaction, if there is one and the connection was not lost."""
+        """End the transaction, if there is one; with the session where that was lost, as its server may go on."""
         if not self.is_lost:
-            try:
+            with suppress(psycopg.Error):
                 self.execute("ROLLBACK")
-            except psycopg.Error:
-                self.close()
+                return
+        self.close()
 
     @property
     def _connected(self) -> psycopg.Connection[tuple[Any, ...]]:

@@ -233,6 +233,21 @@ def _connected(named: Servers) -> Any:
     return None
 
 
+def test_a_lost_session_of_a_server_that_goes_on_holds_no_lock(postgres: PostgresServer) -> None:  # noqa: F811
+    take = "SELECT pg_advisory_xact_lock(77)"
+    named = Servers(postgres.url("postgres"))
+    with closing(Session(named)) as lost, closing(Session(named)) as other:
+        lost.connect()
+        lost.execute("BEGIN")
+        lost.execute(take)
+        assert lost._server is not None
+        lost._server._found_silent()
+        lost.roll_back()
+        other.connect()
+        other.execute("SET lock_timeout = '2s'")
+        other.execute(take)
+
+
 def test_a_long_statement_is_looked_after_ever_less(postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     looks_s, check = list[float](), Server.check_session
 
