@@ -1,9 +1,9 @@
 """Checks the files of a store that may run, with a copy of its index."""
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+
+from kvasir.syncing import Scratch
 
 from cachestore_svc.facts.records import CheckReport, StoreConfig
 from cachestore_svc.recovery.medium import BUCKET_NOTE
@@ -22,8 +22,7 @@ def check_beside(config: StoreConfig, open_copy: Callable[[StoreConfig], Store])
 
 
 def _checked(config: StoreConfig, open_copy: Callable[[StoreConfig], Store]) -> CheckReport:
-    with tempfile.TemporaryDirectory(prefix="kvasir-check-") as folder:
-        copy = Path(folder)
+    with Scratch("kvasir-check-") as copy:
         copy_index(config.data_dir, copy / DATABASE)
         is_in_bucket = (config.data_dir / BUCKET_NOTE).exists()
         for name in ("namespaces", "keys", *([BUCKET_NOTE] if is_in_bucket else [])):

@@ -1,14 +1,21 @@
-"""What makes bytes and names survive a loss of power: fsync, and on macOS F_FULLFSYNC, where fsync alone does not."""
+"""Files that survive a loss of power: fsync, and on macOS F_FULLFSYNC, where fsync alone does not. And directories that
+survive no program: the next one of its kind removes those of a killed one."""
 
 import ctypes
 import errno
 import fcntl
+import glob
 import os
+import shutil
 import statistics
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 
+SHORT_ROOT = Path("/tmp")  # noqa: S108 - a socket's path must fit into a hundred bytes
+_KEPT = ".kept"
 _WRITES = 9
 _OF_SHARES = {errno.EINVAL, errno.ENOTSUP, errno.ENOTTY, errno.ENOENT}  # the last one is macOS's, for SMB
 _FULL_AND_WAIT = 0x01 | 0x02  # macOS: SYNC_VOLUME_FULLSYNC, SYNC_VOLUME_WAIT
@@ -65,3 +72,62 @@ def sync_names(descriptor: int) -> None:
     except OSError as error:
         if error.errno not in _OF_SHARES:
             raise
+
+
+class Scratch:
+    """A new directory, until the block or the program ends. It holds a lock on it, which ends with the program, however
+    that ends; so the directories of this prefix that nobody holds are removed first: they may be large, and secret."""
+
+    def __init__(self, prefix: str, directory: Path | None = None) -> None:
+        """`directory`: left out, the system's for temporary files."""
+        directory = directory or Path(tempfile.gettempdir())
+        for left in directory.glob(f"{glob.escape(prefix)}*"):
+            if (descriptor := _held(left)) is not None:
+                if not (left / _KEPT).exists():
+                    shutil.rmtree(left, ignore_errors=True)
+                os.close(descriptor)
+        self.path, held = _made(prefix, directory)
+        self._end = weakref.finalize(self, _removed, self.path, held)
+
+    def keep(self) -> None:
+        """The directory stays, also when the next program begins."""
+        (self.path / _KEPT).touch()
+        self._end()
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._end()
+
+
+def _made(prefix: str, directory: Path) -> tuple[Path, int]:
+    """Another program may remove the directory before it is locked: then another one is made."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=prefix, dir=directory))
+        if (descriptor := _held(path)) is not None:
+            if path.exists():
+                return path, descriptor
+            os.close(descriptor)
+
+
+def _removed(path: Path, descriptor: int) -> None:
+    if not (path / _KEPT).exists():
+        shutil.rmtree(path, ignore_errors=True)
+    os.close(descriptor)
+
+
+def _held(path: Path) -> int | None:
+    """A descriptor with the lock; None where another program has it, or the directory is another user's."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_ours = os.fstat(descriptor).st_uid == os.getuid()
+    except BlockingIOError:
+        is_ours = False
+    if not is_ours:
+        os.close(descriptor)
+    return descriptor if is_ours else None

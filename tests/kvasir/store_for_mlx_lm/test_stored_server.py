@@ -292,10 +292,10 @@ def test_a_full_disk_and_a_failure_of_any_kind_cost_no_request_and_no_later_cach
             caches.insert_cache(_TINY, _PROMPT, cache)
         [stored] = caches._models.values()
         assert stored is not None
-        assert list(Path(stored._files.name).iterdir()) == []
+        assert list(stored._files.path.iterdir()) == []
         monkeypatch.setattr(PromptCaches, "save", lambda *_, **__: 1 / 0)
         caches.insert_cache(_TINY, _PROMPT, cache)
-        while stored.waiting.qsize() or list(Path(stored._files.name).iterdir()):
+        while stored.waiting.qsize() or list(stored._files.path.iterdir()):
             time.sleep(0.02)
         monkeypatch.setattr(PromptCaches, "save", save)
         assert not client.list_agents().agents

@@ -1,7 +1,6 @@
 """The prompt caches of mlx_lm.server, with the store behind those in memory."""
 
 import logging
-import tempfile
 import threading
 import time
 from array import array
@@ -25,6 +24,7 @@ from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.store_for_mlx_lm.fitting import WITH_ROWS, offsets
 from kvasir.store_for_mlx_lm.prompt_caches import KeptCache, PromptCaches
 from kvasir.store_for_mlx_lm.weights import weights_of
+from kvasir.syncing import Scratch
 from kvasir.waits import PATIENCE_S, SILENCE_S
 
 mlx_lm_cache: Any = _cache
@@ -109,7 +109,7 @@ class _StoredOfModel:
         self._known: dict[str, KeptCache] = {}
         self._older: Iterator[str] = iter(())  # caches that an earlier server left, and that are too many
         self._is_listed = False
-        self._files = tempfile.TemporaryDirectory(prefix="kvasir-mlx-lm-")
+        self._files = Scratch("kvasir-mlx-lm-caches-")
         self._numbers = count()
         self.waiting: Queue[tuple[Path, array[int], int] | None] = Queue()
         self._list()
@@ -169,7 +169,7 @@ class _StoredOfModel:
             self.waiting.put((file, kept, blocks))
 
     def _file(self) -> Path:
-        return Path(self._files.name) / f"{next(self._numbers)}.safetensors"
+        return self._files.path / f"{next(self._numbers)}.safetensors"
 
     def _send_all(self) -> None:
         while (waiting := self.waiting.get()) is not None:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +15,7 @@ from kvasir.cli.running.plan import Plan, plan_of
 from kvasir.cli.settings.asked import Asked
 from kvasir.clients import InferenceClient
 from kvasir.options.up import UpTable
+from kvasir.syncing import Scratch
 from kvasir.waits import HANGS_S
 
 _PLAYED_ENGINE = "kvasir_bench.played"
@@ -98,23 +98,22 @@ def measured_services(
     http: str = "",
 ) -> Iterator[MeasuredServices]:
     """The services, in a directory below `home` until the block's end. `played`: the played engine's options."""
-    root = Path(tempfile.mkdtemp(prefix="kvasir-", dir=home))
-    own = Home(root / "h")
-    own.make()
-    own.audit_file("store").parent.mkdir(mode=0o700)
-    if http:
-        make_credentials(own)
-    plan = plan_of(Asked(own, UpTable(http=http)))
-    given = {"model": model, "memory_gib": memory_gib, "log_format": "json"}
-    engine = replace(plan.engine, options={**plan.engine.options, **given}, words=tuple(options))
-    if played:
-        engine = replace(engine, program=(_PLAYED_ENGINE, *played))
-    plan = replace(plan, engine=engine)
-    services = MeasuredServices(root, plan, is_played=bool(played))
-    try:
-        yield services
-    finally:
-        services.end()
-        for log in own.logs.glob("*.log") if logs_to is not None else ():
-            shutil.copyfile(log, f"{logs_to}.{log.name}")
-        shutil.rmtree(root, ignore_errors=True)
+    with Scratch("kv-bench-", home) as root:
+        own = Home(root / "h")
+        own.make()
+        own.audit_file("store").parent.mkdir(mode=0o700)
+        if http:
+            make_credentials(own)
+        plan = plan_of(Asked(own, UpTable(http=http)))
+        given = {"model": model, "memory_gib": memory_gib, "log_format": "json"}
+        engine = replace(plan.engine, options={**plan.engine.options, **given}, words=tuple(options))
+        if played:
+            engine = replace(engine, program=(_PLAYED_ENGINE, *played))
+        plan = replace(plan, engine=engine)
+        services = MeasuredServices(root, plan, is_played=bool(played))
+        try:
+            yield services
+        finally:
+            services.end()
+            for log in own.logs.glob("*.log") if logs_to is not None else ():
+                shutil.copyfile(log, f"{logs_to}.{log.name}")

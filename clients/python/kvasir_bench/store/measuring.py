@@ -29,6 +29,7 @@ from kvasir.formats.blob_place import blob_place
 from kvasir.formats.block_file import FileIdentity, encode, expected_tensors, plain_policy
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes, kv_identity_hash
 from kvasir.formats.digest import Digest
+from kvasir.syncing import Scratch
 from kvasir.waits import HANGS_S
 
 from kvasir_bench.arithmetic import Target, timed
@@ -86,13 +87,13 @@ def run(directory: Path | None, say: Say, keep: Keep, *, is_quick: bool) -> dict
     """
     repeats, startup_blobs = (1, 500) if is_quick else (5, 100_000)
     results: dict[str, Any] = {"sizes": []}
-    with tempfile.TemporaryDirectory(prefix="kvasir-bench-", dir=directory) as root:
+    with Scratch("kvasir-bench-", directory) as root:
         for geometry in geometries(is_quick):
-            results["sizes"].append(_run(_moving(Path(root) / geometry.name, geometry, repeats, say)))
+            results["sizes"].append(_run(_moving(root / geometry.name, geometry, repeats, say)))
             results["find_missing_1000_ms"] = results["sizes"][0]["find_missing_1000_ms"]
             keep(results)
         say(f"filling a store with {startup_blobs:,} blobs, and starting it")
-        results["startup"] = _run(_startup(Path(root) / "startup", startup_blobs))
+        results["startup"] = _run(_startup(root / "startup", startup_blobs))
     results["targets"] = [target.row() for target in targets(results)]
     keep(results)
     return results

@@ -1,12 +1,8 @@
 """`kvasir backup` and `kvasir restore`: a home as of a moment, whether it runs or not, and a new home made of that."""
 
 import contextlib
-import fcntl
-import glob
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +21,7 @@ from kvasir.cli.running.program import done
 from kvasir.cli.showing.arguments import argument, option
 from kvasir.cli.showing.reported import Progress, ProgressOption
 from kvasir.errors import DataLoss, FailedPrecondition, NotFound, Unavailable
-from kvasir.syncing import sync_directory, sync_disk_of
+from kvasir.syncing import Scratch, sync_directory, sync_disk_of
 
 # Of a home: what only a running group needs, what was logged, where backups lie, and what opens sealed namespaces; and
 # the engine's name for leases, which no copy may have, and this machine's speed.
@@ -118,7 +114,8 @@ def restore(
         text = f"{home.root} is there already: name a new home, `kvasir --home NEW restore …`, or move that one away"
         raise FailedPrecondition(text, reason="HOME_REFUSED")
     home.root.parent.mkdir(parents=True, exist_ok=True)
-    with _begun(home.root) as new:
+    # Beside the home that it becomes. The rest of a killed restore goes: it is as secret as the home, and as large.
+    with Scratch(f".{home.root.name}{_RESTORING}", home.root.parent) as new:
         with BackupFolder.open(folder) as source, caller.busy("copying"):
             files = {name: kept for name, kept in source.files().items() if not (new_identity and name in _IDENTITY)}
             missing = _write(source, files, new, partial)
@@ -134,41 +131,6 @@ def restore(
     _print_next_step(caller, files, missing)
     if missing or report is None or report["findings"]:
         raise typer.Exit(PROBLEMS)
-
-
-@contextlib.contextmanager
-def _begun(root: Path) -> Iterator[Path]:
-    """A new directory beside the home that it becomes; it goes again if that fails. Those of restores that were killed
-    go, too: they are as secret as the home, and as large."""
-    beginning = f".{root.name}{_RESTORING}"
-    for left in root.parent.glob(f"{glob.escape(beginning)}*"):
-        with _held(left) as is_free:
-            if is_free:
-                shutil.rmtree(left, ignore_errors=True)
-    new = Path(tempfile.mkdtemp(prefix=beginning, dir=root.parent))
-    with _held(new):
-        try:
-            yield new
-        except BaseException:
-            shutil.rmtree(new, ignore_errors=True)
-            raise
-
-
-@contextlib.contextmanager
-def _held(folder: Path) -> Iterator[bool]:
-    """Whether no other command has it meanwhile."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
-        yield False
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield True
-    except BlockingIOError:
-        yield False
-    finally:
-        os.close(descriptor)
 
 
 def _restored_words(value: dict[str, Any]) -> str:
@@ -225,8 +187,8 @@ class _Run:
     def _store(self) -> dict[str, Kept]:
         """The index as of a commit, and all blobs that were there before and after it was copied."""
         before = set(self._of_store())
-        with tempfile.TemporaryDirectory(prefix="kvasir-index-") as scratch:
-            index = Path(scratch) / "index"
+        with Scratch("kvasir-index-") as scratch:
+            index = scratch / "index"
             ended = done(
                 "cachestore_svc", ["copy-index", "--data-dir", str(self.home.store_data), "--into", str(index)]
             )

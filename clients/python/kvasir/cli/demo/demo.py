@@ -1,7 +1,5 @@
 """`kvasir demo`: two agents live, both services die by kill -9, the agents go on; then one moves to another Mac."""
 
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -26,6 +24,7 @@ from kvasir.cli.showing.arguments import option
 from kvasir.cli.showing.tables import table
 from kvasir.cli.talking.turn import TurnResult
 from kvasir.errors import Internal
+from kvasir.syncing import SHORT_ROOT, Scratch
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +66,8 @@ def demo(
         raise WrongUsage("--agent has a model of its own: expected no --model", field="--model")
     began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)  # two minutes later is too late to hear that it cannot be
-    # Short, and not the system's own choice: a socket's path must fit into a hundred bytes.
-    root = Path(tempfile.mkdtemp(prefix="kvasir-", dir="/tmp"))
+    scratch = Scratch("kvasir-demo-", SHORT_ROOT)
+    root = scratch.path
     show = Show(caller, judges=not model)
     is_done = False
     try:
@@ -83,9 +82,8 @@ def demo(
                 raise typer.Exit(PROBLEMS)
         is_done = not show.claims.broken
     finally:
-        if is_done:
-            shutil.rmtree(root)
-        else:
+        if not is_done:
+            scratch.keep()
             caller.note(f"Data and logs are kept in {root}")
         if caller.as_json:
             claims = [asdict(claim) for claim in show.claims.made]

@@ -2,7 +2,6 @@
 
 import contextlib
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -19,6 +18,7 @@ from kvasir.common.v1 import message_pb2
 from kvasir.credentials import write_private_text
 from kvasir.inference.v1 import inference_pb2
 from kvasir.options.up import UpTable
+from kvasir.syncing import SHORT_ROOT, Scratch
 
 # On a busy machine the demo must show memory, not time limits. The times are measured and shown.
 _PATIENCE = {"store_budget_ms": 3000, "commit_wait_s": 20}
@@ -109,9 +109,7 @@ def macs(root: Path | None = None) -> Iterator[Callable[..., Mac]]:
     ended."""
     with contextlib.ExitStack() as made:
         if root is None:
-            # Short, and not the system's own choice: a socket's path must fit into a hundred bytes.
-            own = tempfile.TemporaryDirectory(prefix="kvasir-", dir="/tmp", ignore_cleanup_errors=True)
-            root = Path(made.enter_context(own))
+            root = made.enter_context(Scratch("kvasir-macs-", SHORT_ROOT))
 
         def make(name: str, *, model: str = "", is_shared: bool = False) -> Mac:
             mac = Mac(root / name, model=model, is_shared=is_shared)

@@ -1,0 +1,58 @@
+"""Directories of one program: what remains of them when the program ends, however it ends."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kvasir.syncing import Scratch
+
+_PROGRAM = """
+import sys
+from pathlib import Path
+from kvasir.syncing import Scratch
+scratch = Scratch("x-", Path(sys.argv[1]))
+(scratch.path / "secret").write_text("KV")
+print(scratch.path, flush=True)
+sys.stdin.read()
+if "keep" in sys.argv:
+    scratch.keep()
+"""
+
+
+def _begun(root: Path, *words: str) -> tuple["subprocess.Popen[str]", Path]:
+    argv, pipe = [sys.executable, "-c", _PROGRAM, str(root), *words], subprocess.PIPE
+    program = subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True)
+    assert program.stdout is not None
+    return program, Path(program.stdout.readline().strip())
+
+
+def test_a_killed_programs_directory_goes_with_the_next_program_and_a_living_ones_stays(tmp_path: Path) -> None:
+    killed, left = _begun(tmp_path)
+    living, in_use = _begun(tmp_path)
+    with killed, living:
+        with Scratch("x-", tmp_path):
+            assert (left / "secret").exists()
+        killed.kill()
+        killed.wait()
+        for other in ("x", "y-1", "x-file"):  # not of the prefix; no directory
+            (tmp_path / other).touch()
+        with Scratch("x-", tmp_path) as new:
+            assert set(tmp_path.iterdir()) == {in_use, new, *(tmp_path / each for each in ("x", "y-1", "x-file"))}
+        living.communicate("")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["x", "x-file", "y-1"]
+
+
+def test_a_directory_that_is_kept_stays_when_the_next_program_begins(tmp_path: Path) -> None:
+    program, kept = _begun(tmp_path, "keep")
+    program.communicate("")
+    with Scratch("x-", tmp_path):
+        assert (kept / "secret").read_text() == "KV"
+
+
+def test_a_block_that_fails_leaves_nothing_and_follows_no_link(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "x-link").symlink_to(tmp_path / "other")
+    with pytest.raises(FileNotFoundError), Scratch("x-", tmp_path) as made:
+        (made / "folder" / "file").touch()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["other", "x-link"]
