@@ -102,6 +102,7 @@ def test_exact_bytes_count_a_windows_last_tokens_only() -> None:
     assert exact_bytes(identity, 1) == 48 * 2 * 8 * 512
 
 
+@pytest.mark.long(2)
 @pytest.mark.parametrize("config", [LLAMA31, GEMMA3, FALCON_H1], ids=lambda config: str(config["model_type"]))
 def test_a_memory_of_each_kind_of_layer_is_restored_whole(
     config: dict[str, object], engine: MeasuredEngine, tmp_path: Path

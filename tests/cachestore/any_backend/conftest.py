@@ -39,7 +39,11 @@ ON_POSTGRES: dict[str, Callable[[Path, str], Lab]] = {
 }
 
 
-@pytest.fixture(params=[*PAIRS, *(pytest.param(name, marks=pytest.mark.fleet) for name in ON_POSTGRES)])
+# No user has blobs in memory: its cases, a tenth of a second each, take turns.
+TURNS = {"SQLite and memory": pytest.mark.long(0.1), **dict.fromkeys(ON_POSTGRES, pytest.mark.fleet)}
+
+
+@pytest.fixture(params=[pytest.param(name, marks=TURNS.get(name, ())) for name in (*PAIRS, *ON_POSTGRES)])
 def new_lab(request: pytest.FixtureRequest) -> Callable[[Path], Lab]:
     """Makes a lab on the pair."""
     if request.param in PAIRS:

@@ -52,6 +52,7 @@ def write_manifest(store: Store, snapshot: SyntheticSnapshot) -> None:
     write(store, snapshot.manifest_digest, snapshot.manifest_bytes, BlobKind.MANIFEST)
 
 
+@pytest.mark.long(3)
 @pytest.mark.parametrize("last", ["manifest", "tensors"])
 @pytest.mark.parametrize("identity", [SMALL, WINDOWED], ids=["full", "windows"])
 def test_an_early_commit_is_that_of_one_which_came_after_its_blobs(identity: object, last: str, store: Store) -> None:

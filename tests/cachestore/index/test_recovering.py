@@ -97,6 +97,7 @@ def test_a_version_whose_manifest_is_gone_is_told_by_agent_and_version(life: Lif
         assert store.care.check().is_clean
 
 
+@pytest.mark.long(3)
 @pytest.mark.parametrize("is_gone", [True, False])
 @pytest.mark.parametrize(("identity", "place"), [(SMALL, 1), (WINDOWED, 3), (WINDOWED, 4), (MIXED, -1)])
 def test_a_version_comes_back_without_a_blob_that_is_lost(

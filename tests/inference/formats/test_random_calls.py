@@ -67,6 +67,7 @@ def test_random_logits_call_one_tool_with_arguments_that_fit(name: str, tmp_path
         jsonschema_rs.validate(schemas[call["name"]], call["arguments"])
 
 
+@pytest.mark.long(2)
 @pytest.mark.parametrize("schema", [{}, {"properties": {"a": {"type": "string", "maxLength": 3}}}])
 @EVERY
 def test_a_call_may_have_no_arguments(name: str, schema: dict[str, Any]) -> None:

@@ -105,6 +105,7 @@ def test_a_reply_is_calls_or_the_formats_text_and_nothing_else(name: str) -> Non
             assert not admits(matcher, other)
 
 
+@pytest.mark.long(5)
 @EVERY
 def test_every_random_reply_beside_a_format_is_calls_that_fit_or_the_format(name: str) -> None:
     matcher, schemas = compiled(name, OR_FORMAT, reply_format=JSON), {"weather": WEATHER, "add": ADD}

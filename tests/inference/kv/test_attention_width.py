@@ -55,6 +55,7 @@ def test_a_row_keeps_its_bits_beside_rows_with_which_attention_is_wider(
         assert np.array_equal(together.logits[length], alone(model, kv, 9, STEPS)), length
 
 
+@pytest.mark.long(2)
 @pytest.mark.cpu_only("a GPU attends over pages")
 @pytest.mark.parametrize("instructions", ["", "AVX2"], ids=["own", "avx2"])
 def test_a_length_has_the_same_bits_beside_any_longer_one_by_the_instructions_of_any_machine(instructions: str) -> None:

@@ -80,6 +80,7 @@ def test_a_token_sees_the_stored_rows_of_its_window_and_of_nothing_else(chunks: 
         np.testing.assert_allclose(np.array(found)[0, :, position], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long(2)
 @pytest.mark.parametrize("marks", [False, True], ids=["no rewind points", "two rewind points"])
 def test_what_is_held_is_bounded_by_the_window_and_not_by_the_sequence(marks: bool) -> None:
     layer, most = quantized(100), 6 if marks else 2

@@ -82,6 +82,7 @@ def test_a_model_that_is_not_understood_is_refused(tmp_path: Path, name: str, ch
     assert refused.value.reason == "MODEL_NOT_LOADABLE"
 
 
+@pytest.mark.long(2)
 @pytest.mark.parametrize("pooling", [Pooling.MEAN, Pooling.LAST])
 def test_a_model_of_mlx_lm_embeds_too_in_cells_that_can_be_left(tmp_path: Path, pooling: Pooling) -> None:
     embedder = TextEmbedder(str(write_model(tmp_path / "llama", LLAMA)), pooling)

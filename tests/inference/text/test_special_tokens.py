@@ -138,6 +138,7 @@ def in_every_field(word: str) -> tuple[list[manifest_pb2.Message], list[Tool]]:
     return messages, [Tool(word, word, as_json), Tool(word, word, escaped)]
 
 
+@pytest.mark.long(3)
 @shapes
 @pytest.mark.parametrize("spelled", [str.__str__, str.upper, lambda word: word.replace("<", "＜").replace(">", "＞")])
 def test_a_special_tokens_text_is_text_in_every_field(shape: str, spelled: Callable[[str], str]) -> None:

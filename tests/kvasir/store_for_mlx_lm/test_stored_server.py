@@ -204,6 +204,7 @@ _UNFIT: dict[str, Callable[[list[Any]], list[Any]]] = {
 }
 
 
+@pytest.mark.long(4)
 @pytest.mark.parametrize("how", _UNFIT)
 def test_a_stored_cache_that_the_model_cannot_go_on_with_is_left_out(
     store: RunningStore, tmp_path: Path, how: str

@@ -51,6 +51,7 @@ def words(seed: int) -> str:
     return "".join(random.Random(seed).choices("abcdefghijklmnopqrstuvwxyz", k=60))
 
 
+@pytest.mark.long(3)
 @pytest.mark.parametrize(
     "said",
     [
@@ -79,6 +80,7 @@ def said_by(driver: Driver, agent: str, text: str, namespace: str | None, **how:
     return driver.turn(prompt, key=AgentKey(namespace or "", agent), namespace=namespace, **forced_to(text, **how))
 
 
+@pytest.mark.long(2)
 @pytest.mark.batch_as_alone
 @pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 3, "logprobs": 1}], ids=["greedy", "sampled"])
 def test_another_agents_reply_is_tried_and_changes_nothing(driver: Driver, how: dict[str, Any]) -> None:

@@ -103,6 +103,7 @@ def test_right_drafts_behind_one_that_a_format_cannot_follow_leave_the_reply_in_
     assert wrong
 
 
+@pytest.mark.long(2)
 @pytest.mark.batch_as_alone
 @pytest.mark.parametrize("ending", ["stop", "token", "limit"])
 def test_a_reply_that_ends_among_right_drafts_ends_where_it_would(

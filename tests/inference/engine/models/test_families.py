@@ -147,6 +147,7 @@ def test_the_next_turn_of_a_model_with_states_goes_on_from_the_end_or_from_the_p
     assert again.cached_tokens == 299, "a template that rewrites replies goes on from before the reply"
 
 
+@pytest.mark.long(2)
 @pytest.mark.parametrize("name", cut_anywhere(0))
 def test_a_turn_from_a_point_says_what_the_same_turns_say_from_nothing(
     name: str, family: Callable[[str], Driver]
@@ -180,6 +181,7 @@ def test_the_files_of_a_memory_hold_what_its_layout_says(name: str, family: Call
     assert largest == model.state_bytes
 
 
+@pytest.mark.long(2)
 @pytest.mark.parametrize("name", of_each_kind(1))
 def test_a_cancelled_turn_leaves_points_and_states_to_the_bit_as_they_were(
     name: str, family: Callable[[str], Driver]

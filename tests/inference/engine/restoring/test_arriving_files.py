@@ -44,6 +44,7 @@ def waiting_for_files(driver: Driver) -> bool:
     return any(turn.arrival is not None and turn.arrival.lacks_files for turn in turns)
 
 
+@pytest.mark.long(3)
 @pytest.mark.batch_as_alone
 @pytest.mark.parametrize("groups", [(1,) * FILES, (3, 4), (6, 1), (FILES,)])
 def test_files_that_come_a_few_at_a_time_become_the_memory_that_never_left(
@@ -86,6 +87,7 @@ def test_files_that_come_whenever_they_like_beside_streams_change_nobody(
     assert seen[0] >= 4 + 3 * (FILES - 1), "it began before its last file was there"
 
 
+@pytest.mark.long(2)
 @pytest.mark.cpu_only("it plays CUDA's copies")
 @pytest.mark.parametrize("is_beside_a_stream", [False, True])
 @pytest.mark.parametrize("least_bytes", [1, kv_load._LEAST_BYTES])

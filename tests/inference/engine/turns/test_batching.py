@@ -200,6 +200,7 @@ def test_a_row_that_sits_out_while_a_step_fails_does_not_go_on_with_a_token_too_
             listener.end()
 
 
+@pytest.mark.long(2)
 @pytest.mark.parametrize("fails", ["read", "accept"])
 def test_a_token_that_cannot_be_read_or_taken_in_makes_no_other_turn_go_on_wrongly(
     driver: Driver, engine: Engine, monkeypatch: pytest.MonkeyPatch, fails: str

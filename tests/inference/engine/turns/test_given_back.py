@@ -93,6 +93,7 @@ def test_memory_goes_back_between_two_steps_of_a_reply_and_changes_none_of_its_t
     assert driver.reply(again) == driver.reply(driver.turn((*files.token_ids, *SUFFIX), files, driver.key()))
 
 
+@pytest.mark.long(2)
 def test_a_card_whose_pool_stays_keeps_the_memories_in_it(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would free nothing by dropping them, and the machine is short of memory that is not the card's."""
     key, pool = remembered(driver), pool_of(driver)
@@ -115,6 +116,7 @@ def test_no_more_memories_go_than_the_pages_in_use_behind_them_let_go(driver: Dr
     assert [key in left for key in keys] == [False, True, True]
 
 
+@pytest.mark.long(2)
 def test_a_memory_that_is_spared_stays(driver: Driver) -> None:
     spared, gone = remembered(driver), remembered(driver)
     driver.engine.memories.give_back(0, [spared]).result(60)

@@ -268,6 +268,7 @@ def test_a_held_turn_can_be_cancelled_and_its_taker_too(two: Two) -> None:
             each.end()
 
 
+@pytest.mark.long(2)
 @pytest.mark.parametrize("delay_s", [0, 0.01])
 def test_a_cancel_keeps_the_part_of_a_turn_whose_rows_were_lost(
     two: Two, stayed: Callable[[str], Turn], delay_s: float

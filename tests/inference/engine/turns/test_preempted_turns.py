@@ -207,6 +207,7 @@ def test_a_stop_string_is_found_across_the_cut_and_not_told(small: Driver) -> No
         assert (ended.text, ended.matched_stop, ended.state) == (expected.text, stop, expected.state)
 
 
+@pytest.mark.long(2)
 @pytest.mark.parametrize(("cut", "most"), [((Tokens, 10), 11), ((Prefilled, 2), 2)], ids=["decoding", "prefilling"])
 def test_a_person_gets_the_room_within_a_step_and_a_cell(
     small: Driver, cut: tuple[type[Event], int], most: int

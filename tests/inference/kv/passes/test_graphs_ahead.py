@@ -107,6 +107,7 @@ def test_a_pass_that_fails_gives_its_page_back_and_nothing_waits_for_it(
     assert (here.allocator.free, forgotten) == (4, [here])
 
 
+@pytest.mark.long(2)
 @pytest.mark.parametrize(("count", "depth"), [(8, 0), (48, 2_100)])
 def test_a_graph_kept_ahead_is_the_one_that_a_turn_needs(
     count: int, depth: int, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch

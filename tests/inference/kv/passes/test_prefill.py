@@ -68,6 +68,7 @@ def test_a_cancelled_pass_changes_no_byte_and_is_computed_again(
     assert all(page_bytes(other.pool, other.pages) == held for other in others)
 
 
+@pytest.mark.long(2)
 @pytest.mark.parametrize("tokens", [1400, 300], ids=["parts of two layers", "one part"])
 def test_a_gpu_is_not_given_the_layers_behind_a_cancel(
     runner: ModelRunner, tokens: int, monkeypatch: pytest.MonkeyPatch

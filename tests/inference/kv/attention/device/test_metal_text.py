@@ -156,6 +156,7 @@ def one_of_each() -> dict[str, str]:
         return texts_of(few) | tiles
 
 
+@pytest.mark.long(5)
 @pytest.mark.parametrize("slip", PLANTED)
 def test_a_slip_of_the_pen_is_found(one_of_each: dict[str, str], slip: str) -> None:
     old, new = PLANTED[slip]
