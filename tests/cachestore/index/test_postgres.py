@@ -34,6 +34,7 @@ from tests.made_models.synthetic import SMALL, SyntheticAgent
 from tests.running.cut_commits import CommitCutter
 from tests.running.postgres import PostgresServer, postgres, running  # noqa: F401
 from tests.running.programs import run
+from tests.running.waiting import eventually
 
 KV = kv_identity_hash(SMALL)
 
@@ -465,18 +466,23 @@ def test_a_database_that_takes_no_writes_is_unavailable(url: str) -> None:
 def read_only(url: str) -> Iterator[None]:
     """For this time the server begins each transaction as one that only reads."""
 
-    def configure(how: str) -> None:
+    def configure(how: str, wanted: str) -> None:
         with psycopg.connect(url, autocommit=True) as other:
             other.execute("SET default_transaction_read_only = off")
             other.execute(f"ALTER SYSTEM {how}")
             other.execute("SELECT pg_reload_conf()")
-        time.sleep(0.2)
+        eventually(lambda: shown() == wanted)  # then each older session has been sent a signal
+
+    def shown() -> str:
+        with psycopg.connect(url, autocommit=True) as new:
+            [[value]] = new.execute("SHOW default_transaction_read_only").fetchall()
+        return str(value)
 
     try:
-        configure("SET default_transaction_read_only = on")
+        configure("SET default_transaction_read_only = on", "on")
         yield
     finally:
-        configure("RESET default_transaction_read_only")
+        configure("RESET default_transaction_read_only", "off")
 
 
 def test_the_server_looks_for_hosts_that_are_gone(url: str) -> None:
