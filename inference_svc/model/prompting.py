@@ -9,6 +9,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
+from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import InvalidArgument, Unavailable
 from kvasir.server.shared_room import SharedRoom
 
@@ -292,6 +293,14 @@ class Prompting:
             self._spacing.before if prompt.endswith(self._spacing.prompt_end) else "",
         )
         return ReplyReader(markup, reply_id, begins_with)
+
+    def message_of(self, reply: str, tools: Sequence[dict[str, Any]]) -> manifest_pb2.Message:
+        """A reply that is remembered as one text, with its thoughts and calls apart. Its prompt may have begun them."""
+        said, thinking = literal_text.without_guards(reply), self._marks.thinking
+        has_begun = thinking is not None and thinking[1] in said and thinking[0] not in said
+        reader = self.reader(thinking[0] if thinking is not None and has_begun else "", tools, "")
+        part = reader.whole(said, self._marks.call_end)
+        return manifest_pb2.Message(content=part.answer, reasoning=part.reasoning, tool_calls=reader.calls)
 
     def remembered_reply(
         self, prompt: str, prompt_tokens: int, generated: str, reply: str, state: SequenceState

@@ -4,6 +4,7 @@ is volatile stays as the agent's memory has it, by rules with names, so that the
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from kvasir import errors, volatile
 from kvasir.cachestore.v1 import manifest_pb2
@@ -17,6 +18,7 @@ from inference_svc.model.prompting import Prompting, RememberedReply
 from inference_svc.text import differences
 from inference_svc.text.conversation import Dialogue, dialogue, json_of_messages, lasting_chars, render, tool_fields
 from inference_svc.text.differences import Difference
+from inference_svc.text.given_json import GivenJson
 from inference_svc.text.kept_messages import Messages, Shorter, shorter, summary_of
 from inference_svc.text.literal_text import from_outside, without_guards
 from inference_svc.text.prefix_matching import common_prefix_length
@@ -35,6 +37,7 @@ from inference_svc.turns.prompts.continuing import (
     what_is_left_out,
     whole_conversation,
 )
+from inference_svc.turns.prompts.own_calls import with_own_calls
 from inference_svc.turns.turn_data import Continuation, MessagesInput, PromptInput, TokensInput, TurnRequest
 
 _LARGE_BYTES = 1 << 20  # of an input
@@ -136,7 +139,37 @@ async def prompted(
         recalled, is_time_untold = without, True
         text, conversation = await prompt_text(prompting, recalled.request, recalled.messages, clock)
     made = Prompted(recalled, text, conversation, None, clock, tools_order, is_time_untold)
-    return await _with_note(prompting, made)
+    return await _with_note(prompting, await _with_own_calls(prompting, made))
+
+
+async def _with_own_calls(prompting: Prompting, made: Prompted) -> Prompted:
+    """The prompt with the memory's spelling of calls that came back in another one, if more of the memory fits then."""
+    recalled, memory, given = made.recalled, made.recalled.recollection.continued, made.request.input
+    if memory is None or not isinstance(given, MessagesInput) or given.is_append or not _goes_on(recalled):
+        return made
+    remembered, request = memory.transcript.text, recalled.request
+    common = common_prefix_length(remembered, made.text)
+    if common == len(remembered) or not any(message.tool_calls for message in recalled.messages):
+        return made
+    tools = tool_fields(request.prompt.tools, request.prompt.objects)
+    messages = await prompting.run(
+        request.namespace,
+        lambda: with_own_calls(recalled.messages, memory.messages, partial(prompting.message_of, tools=tools)),
+    )
+    if messages == recalled.messages:
+        return made
+    request = replace(request, prompt=replace(request.prompt, objects=_with_json_of(request, messages)))
+    text, conversation = await prompt_text(prompting, request, messages, made.clock)
+    if common_prefix_length(remembered, text) <= common:
+        return made
+    recalled = replace(recalled, request=request, messages=messages)
+    return replace(made, recalled=recalled, text=text, dialogue=conversation)
+
+
+def _with_json_of(request: TurnRequest, messages: Messages) -> GivenJson:
+    objects = request.prompt.objects.also(json_of_messages(messages, "remembered_messages"))
+    objects.check_size()
+    return objects
 
 
 async def _with_tools(
@@ -196,8 +229,7 @@ async def _with_note(prompting: Prompting, made: Prompted) -> Prompted:
 
 async def with_messages(prompting: Prompting, prompted: Prompted, messages: Messages) -> Prompted:
     request = prompted.request
-    objects = request.prompt.objects.also(json_of_messages(messages, "remembered_messages"))
-    objects.check_size()
+    objects = _with_json_of(request, messages)
     counter = await prompting.twin(request.namespace)
     await counter.read(request.namespace, objects)
     request = replace(request, prompt=replace(request.prompt, objects=objects))

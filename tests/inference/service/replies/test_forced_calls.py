@@ -1,6 +1,7 @@
 """Calls over the wire, forced or bound once they begin or beside a format: any logits make calls that fit."""
 
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -168,3 +169,24 @@ def test_a_choice_that_cannot_be_applied_is_refused(
     with pytest.raises(errors.InvalidArgument) as refused:
         client.reply(**asked, tool_choice=choice)
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+def test_a_call_that_comes_back_in_another_spelling_is_not_computed_again(
+    client: InferenceClient, new_agent: Callable[[], str], is_other: bool
+) -> None:
+    """As some clients write JSON: names in another order, no spaces. With other values it is another call."""
+    agent = new_agent()
+    said: list[dict[str, Any]] = [{"role": "user", "content": f"Where is the key of {agent}?"}]
+    sampling, options = {"max_tokens": 150, "seed": 1}, {"agent_id": agent, "tools": TOOLS, "tool_choice": TIDES}
+    for turn in range(2):
+        reply = client.reply(messages=said, sampling=sampling, **options)
+        (call,) = reply.finished.tool_calls
+        arguments = {"days": 99} if is_other else dict(reversed(json.loads(call.arguments_json).items()))
+        spelled = json.dumps(arguments, separators=(",", ":"))
+        again = {"id": call.id, "name": call.name, "arguments_json": spelled}
+        said.append({"role": "assistant", "content": "", "tool_calls": [again]})
+        said.append({"role": "tool", "tool_call_id": call.id, "content": f"high {turn}"})
+        known = reply.finished.usage.prompt_tokens + reply.finished.usage.completion_tokens - 1
+        after = client.reply(messages=said, sampling=sampling, memory_mode=pb.MEMORY_MODE_READ_ONLY, **options)
+        assert (after.started.cached_tokens >= known) is not is_other
