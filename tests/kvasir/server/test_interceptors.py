@@ -22,7 +22,7 @@ from kvasir.clients.channel import calls_of
 from kvasir.credentials import Principal, write_credentials
 from kvasir.errors import Internal, InvalidArgument, KvasirError, PermissionDenied, Unauthenticated
 from kvasir.server import guarded_calls
-from kvasir.server.interceptors import MAX_RPCS_PER_PRINCIPAL, current_principal
+from kvasir.server.interceptors import MAX_RPCS_PER_PRINCIPAL, current_principal, settle_garbage
 from kvasir.server.serving import EdgeServer, Listening, Reports
 from kvasir.status import from_rpc_error
 
@@ -389,3 +389,15 @@ def test_refused_requests_wait_for_the_garbage_collector_by_their_bytes() -> Non
     for _ in range(34):
         copy_context().run(read, b"x" * (1 << 20))  # each in its call
     assert left() is None
+
+
+def test_a_settled_service_collects_no_garbage_in_the_middle_of_a_call() -> None:
+    """Objects of a call go by themselves; a collection that comes before walks through them on the call's way."""
+    before = gc.get_threshold()
+    try:
+        settle_garbage()
+        young, *others = gc.get_threshold()
+        assert (young >= 5_000, others) == (True, list(before[1:]))
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()

@@ -61,6 +61,9 @@ _BESIDE_OTHERS = 2
 # a millisecond of the loop, and a loop that has no pause takes calls from gRPC later than they come: another
 # namespace's call stands behind hundreds there, where nobody knows whose it is.
 QUICK_A_SECOND = 400
+# So many new objects begin a collection, instead of Python's 700, which walks through those of the calls under way: a
+# turn's end in an engine and its store takes 1.5 ms of 34 less.
+_YOUNG_OBJECTS = 5_000
 
 # The caller that shows this certificate (PEM) and names this namespace, or None.
 CallerOfCertificate = Callable[[bytes, str], Principal | None]
@@ -325,6 +328,8 @@ def _too_many_calls(problem: str) -> errors.ResourceExhausted:
 
 
 def settle_garbage() -> None:
-    """Exempt all present objects from garbage collection, so that a collection takes only a few milliseconds."""
+    """Exempt all present objects from garbage collection, so that one takes only a few milliseconds, and let it begin
+    later: most objects of a call go without one."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(_YOUNG_OBJECTS)
