@@ -394,10 +394,10 @@ def _check_ours(session: Session, found: list[tuple[Any, ...]], acknowledged: in
 
 def _check_not_behind(session: Session, found: list[tuple[Any, ...]], acknowledged: int) -> None:
     """Raises FailedPrecondition (INDEX_BEHIND) where the database lacks a group that was acknowledged, as a standby may
-    that was not synchronous. The session then ends: it may be another server's the next time.
+    that was not synchronous, or an old primary. The session then ends: another server may have it.
     """
     if not found or found[0][0] < acknowledged:
-        session.close()
+        session.leave()
         raise FailedPrecondition(
             "the database lacks commits that its server acknowledged; was a standby promoted that lacks them? "
             "Bring them back, or start the store again to go on without them",

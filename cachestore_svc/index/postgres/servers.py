@@ -1,6 +1,7 @@
 """The servers that an address of PostgreSQL names: a connection to the one that takes writes, and which stand still."""
 
 import errno
+import itertools
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
@@ -35,6 +36,7 @@ _SETTINGS = {
     "tcp_user_timeout": "10000",
     "target_session_attrs": "read-write",
 }
+_NUMBERS = itertools.count(1)
 
 
 class ServerSilent(psycopg.OperationalError):
@@ -42,37 +44,42 @@ class ServerSilent(psycopg.OperationalError):
 
 
 class Server:
-    """One of the servers, and whether it was found to stand still: one session finds it out for all."""
+    """One of the servers, and whether it was left: one session finds out for all that it stands still, or is behind."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """`settings`: with the one address that is this server's. A file of services (`service=`) may name others."""
         self._settings = settings
         self._has_address = bool(settings.get("hostaddr") or settings.get("host"))
         self._place: tuple[str, str] | None = None  # of the last session
-        self.is_silent, self.silences = False, 0  # and how often it was found so
+        self.left = 0  # its number among those that were left; none if it was found well since
+        self.silences = 0
 
     def check_session(self, connection: "psycopg.Connection[Any]") -> None:
         """Raises ServerSilent where the server of this session takes no connection."""
         self._check(_place_of(connection))
 
     def connect(self) -> "psycopg.Connection[tuple[Any, ...]]":
-        """Raises ServerSilent, psycopg.OperationalError. One that stood still is looked at first, which takes less."""
-        if self.is_silent and self._has_address and self._place:
+        """Raises ServerSilent, psycopg.OperationalError. One that was left is looked at first, which takes less."""
+        if self.left and self._has_address and self._place:
             self._check(self._place)
         try:
             connection = psycopg.connect(**self._settings, autocommit=True)
         except psycopg.errors.ConnectionTimeout:
             raise self._found_silent() from None
-        self._place, self.is_silent = _place_of(connection), False
+        self._place, self.left = _place_of(connection), 0
         return connection
+
+    def leave(self) -> None:
+        """From now on it comes last."""
+        self.left = next(_NUMBERS)
 
     def _check(self, place: tuple[str, str]) -> None:
         if not _answers(*place):
             raise self._found_silent()
-        self.is_silent = False
+        self.left = 0
 
     def _found_silent(self) -> ServerSilent:
-        self.is_silent = True
+        self.leave()
         self.silences += 1
         return ServerSilent("the server does not answer")
 
@@ -94,9 +101,9 @@ class Servers:
         self._servers: dict[frozenset[tuple[str, Any]], Server] = {}
 
     def connect(self) -> "tuple[psycopg.Connection[tuple[Any, ...]], Server]":
-        """To the first that takes writes; those that stood still come last. Raises psycopg.OperationalError of the last
-        that was tried."""
-        *others, last = sorted(self._named(), key=lambda each: each.is_silent)
+        """To the first that takes writes; those that were left come last, the one left last behind the others. Raises
+        psycopg.OperationalError of the last that was tried."""
+        *others, last = sorted(self._named(), key=lambda each: each.left)
         for each in others:
             with suppress(psycopg.OperationalError):
                 return each.connect(), each

@@ -80,6 +80,12 @@ class Session:
         if self._connection is not None:
             self._connection.close()
 
+    def leave(self) -> None:
+        """Close it. Where the address names other servers, `connect` tries them first."""
+        if self._server is not None:
+            self._server.leave()
+        self.close()
+
     def execute(self, sql: str, values: _Values | None = None, /) -> Answer:
         """Run the statements that wait, and this one, in one round trip. Raises the first of their failures."""
         if sql.startswith("ROLLBACK"):

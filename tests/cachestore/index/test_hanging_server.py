@@ -15,7 +15,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from kvasir.errors import Unavailable
+from kvasir.errors import FailedPrecondition, Unavailable
 from kvasir.waits import PAUSE_S, SOON_S
 
 from cachestore_svc.blobs.disk import Disk
@@ -27,7 +27,7 @@ from cachestore_svc.index.postgres.session import Session
 from tests.cachestore.index.test_postgres import add_one, count_of
 from tests.campaigns.faults.faulty_link import Fault, FaultyLink
 from tests.cli.certificates import make_certificate
-from tests.running.postgres import PostgresServer, postgres, running, running_standby  # noqa: F401
+from tests.running.postgres import PostgresServer, postgres, running, running_copy, running_standby  # noqa: F401
 from tests.running.waiting import eventually
 
 _SOON_S = 20.0
@@ -191,6 +191,28 @@ def test_of_the_addresses_of_a_name_one_that_stands_still_is_tried_last(
         began_s = time.monotonic()
         named.connect()[0].close()
         assert time.monotonic() - began_s < SOON_S / 2
+
+
+def test_a_server_that_lacks_commits_is_left_for_one_that_stood_still(postgres: PostgresServer) -> None:  # noqa: F811
+    database = postgres.new_database()
+    with closing(open_postgres(postgres.url(database), Disk(), lambda: 0)) as catalog:
+        assert catalog.write(HOUSE, add_one) == 1
+    with closing(FaultyLink(None, postgres.port)) as link, running_copy(postgres) as old:
+        url = f"postgresql://kvasir@127.0.0.1:{link.port},127.0.0.1:{old.port}/{database}"
+        with closing(open_postgres(url, Disk(), lambda: 0)) as catalog:
+            catalog.write(HOUSE, add_one)
+            link.arm(Fault("hang"))
+            with pytest.raises(FailedPrecondition, match="lacks commits"):
+                catalog.read(HOUSE, count_of)
+            link.disarm()
+            assert eventually(lambda: _count_or_none(catalog)) == 2
+            assert catalog.write(HOUSE, add_one) == 3
+
+
+def _count_or_none(catalog: Catalog) -> int | None:
+    with suppress(FailedPrecondition):
+        return catalog.read(HOUSE, count_of)
+    return None
 
 
 @pytest.mark.parametrize("number", [errno.EHOSTUNREACH, errno.ENETUNREACH])
