@@ -174,14 +174,13 @@ class Conversations:
         self, namespace: str, chain: Chain, messages: Sequence[Said], records: AgentRecords
     ) -> None:
         """Wait a little for the end of the turn that these messages go on from, if it is still under way."""
-        for place, turn in list(self._busy.items()):
-            is_alike = place[0] == namespace and turn.opening == chain.points[0].alike
-            if not is_alike or len(turn.messages) >= len(messages):
-                continue
-            if await records.beside(partial(_begin_so, messages, turn.messages, is_exact=chain.is_exact)):
+        opening, busy = chain.points[0].alike, self._busy.items()
+        alike = [turn for (theirs, _), turn in busy if theirs == namespace and turn.opening == opening]
+        if shorter := [turn for turn in alike if len(turn.messages) < len(messages)]:
+            found = await records.beside(partial(_followed, shorter, messages, is_exact=chain.is_exact))
+            if found is not None:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(turn.ended.wait(), SOON_S)
-                return
+                    await asyncio.wait_for(found.ended.wait(), SOON_S)
 
     async def _cut(
         self, opening: tuple[str, str], chain: Chain, messages: Sequence[Said], records: AgentRecords
@@ -448,6 +447,11 @@ def _tip_among(
         best, _, is_whole = _most_in_common(at_a_time, at_any_time(messages))
     # A memory that went on otherwise is forked, and the fork is cut by the engine.
     return Tip(best.agent_id, 0, is_whole) if best is not None else None
+
+
+def _followed(turns: Sequence[_UnderWay], messages: Sequence[Said], *, is_exact: bool) -> _UnderWay | None:
+    """The turn that these messages go on from. In any thread: of many, each costs a comparison."""
+    return next((turn for turn in turns if _begin_so(messages, turn.messages, is_exact=is_exact)), None)
 
 
 def _begin_so(messages: Sequence[Said], remembered: Sequence[Said], *, is_exact: bool) -> bool:

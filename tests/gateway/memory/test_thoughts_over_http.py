@@ -81,7 +81,7 @@ def test_chats_thoughts_come_back_under_either_name(field: str) -> None:
 
 def test_tokens_of_thoughts_are_counted_whole_and_in_a_stream() -> None:
     """Of five tokens two have no text: a marker before the thoughts, which is theirs, and one behind them."""
-    deltas = [{}, {"reasoning_text": "Hm"}, {"reasoning_text": "!"}, {}, {"text": "Yes."}]
+    deltas: list[dict[str, Any]] = [{}, {"reasoning_text": "Hm"}, {"reasoning_text": "!"}, {}, {"text": "Yes."}]
     told = events(*(pb.Delta(token_ids=[number], **texts) for number, texts in enumerate(deltas)))
     request, reply = responses_request(), reply_of(told)
     chunks, items = (
