@@ -1,6 +1,7 @@
 """Every long test has its turn, and no commit goes without a test of a promise or of a fault of others."""
 
 import ast
+import functools
 import random
 import re
 import subprocess
@@ -14,10 +15,15 @@ from tests.long_tests import LONGEST_TURN_S, PARTS, PROMISES, part_of, parts, wh
 ROOT = Path(__file__).parents[1]
 
 
+@functools.cache
+def body_of(path: str) -> list[ast.stmt]:
+    return ast.parse((ROOT / path).read_text()).body
+
+
 def is_long(test: str) -> bool:
     """Of a test that is there: whether it may be left out."""
     path, *names = test.split("::")
-    body = ast.parse((ROOT / path).read_text()).body
+    body = body_of(path)
     if any("mark.long" in ast.unparse(node) for node in body if isinstance(node, ast.Assign)):  # pytestmark
         return True
     for name in names:
