@@ -47,6 +47,8 @@ def check_peer_address(text: str, field: str) -> str:
         address = parse_address(text)
     except AddressError as error:
         raise InvalidArgument.of(field, error) from None
-    if address.socket_path is not None or address.port == 0 or address.is_everywhere:
+    if address.is_everywhere:
+        raise InvalidArgument.of(field, f"no other machine can dial {address.host}: expected one host's address")
+    if address.socket_path is not None or address.port == 0:
         raise InvalidArgument.of(field, f"expected HOST:PORT of one host, got {text!r}")
     return str(address)

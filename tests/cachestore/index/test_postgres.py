@@ -24,7 +24,7 @@ from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange, CatalogV
 from cachestore_svc.index.postgres import postgres_catalog
 from cachestore_svc.index.postgres.replicas import LOCK
 from cachestore_svc.index.postgres.servers import Servers
-from cachestore_svc.index.postgres.session import Session
+from cachestore_svc.index.postgres.session import Session, translated
 from tests.cachestore.any_backend.memory_blobs import MemoryBlobs
 from tests.cachestore.core.lab import NS, Lab, assert_restores, publish
 from tests.cachestore.service import running as service_running
@@ -722,3 +722,9 @@ def refusal_of(home: StoreHome, command: str) -> str:
     done = run("cachestore_svc", command, "--data-dir", str(home.data_dir), *into, timeout_s=60)
     assert done.returncode != 0
     return str(done.stderr)
+
+
+def test_a_refusal_of_a_lost_database_has_its_failure_and_no_address() -> None:
+    lost = translated(psycopg.OperationalError("connection to server at 10.0.0.7 failed: secret"))
+    assert str(lost) == "the index cannot be used: its server does not answer, or the connection ended"
+    assert str(translated(psycopg.errors.AdminShutdown("at 10.0.0.7"))) == "the index cannot be used: AdminShutdown"

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from kvasir.errors import FailedPrecondition, InvalidArgument, KvasirError, PermissionDenied
 
-from cachestore_svc.pairing.codes import line_of, new_code, read_code, read_code_or_line
+from cachestore_svc.pairing.codes import check_peer_address, line_of, new_code, read_code, read_code_or_line
 from cachestore_svc.pairing.exchange import MAX_WRONG_GUESSES, Card, Hosting, Invitation, Joining
 from cachestore_svc.pairing.identity import Certificate, new_identity
 
@@ -185,6 +185,14 @@ def test_codes_are_read_as_people_type_them() -> None:
         with pytest.raises(InvalidArgument) as told:
             read_code(text)
         assert not text or text not in told.value.message
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]"])
+def test_an_address_of_all_interfaces_is_refused_by_its_host_alone(host: str) -> None:
+    """The port may be one that nobody typed: `kvasir pair --listen` takes a host."""
+    with pytest.raises(InvalidArgument, match="expected one host's address") as refused:
+        check_peer_address(f"{host}:1", "listen")
+    assert (refused.value.field, ":1" in refused.value.message) == ("listen", False)
 
 
 def test_a_line_has_code_and_address() -> None:

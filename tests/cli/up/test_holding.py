@@ -13,7 +13,7 @@ from kvasir.cli import doctor
 from kvasir.cli.caller import Caller
 from kvasir.cli.running import holding
 from kvasir.cli.running.group import service_states
-from kvasir.cli.running.holding import end_services, holders, named_openers
+from kvasir.cli.running.holding import end_group, end_services, holders, named_openers
 from kvasir.cli.running.home import Home, Running
 
 from tests.cli.running import free_port, in_process
@@ -174,6 +174,29 @@ def test_down_ends_with_1_where_the_engine_had_to_be_killed(
         down = in_process("--home", tmp_path, "down", "--json")
         assert (down.code, down.value["engine_killed"], down.value["ended"]) == (is_killed, is_killed, [ending.pid])
         assert home.running() is None, "that was told"
+
+
+_LINGERS = """
+import fcntl, pathlib, signal, sys, time
+lock, log = open(sys.argv[1], "w"), pathlib.Path(sys.argv[2])
+log.touch()
+signal.signal(signal.SIGTERM, lambda *_: lock.close())
+fcntl.flock(lock, fcntl.LOCK_EX)
+while not lock.closed:
+    time.sleep(0.01)
+time.sleep(0.8)
+log.unlink()
+"""
+
+
+def test_down_returns_when_no_file_of_the_home_is_open(tmp_path: Path) -> None:
+    """Its disk may be unmounted then. A program that ends lets go of its lock before its log."""
+    home, log = Home(tmp_path), tmp_path / "log"
+    home.make()
+    with subprocess.Popen([sys.executable, "-c", _LINGERS, home.up_lock_file, log]) as ending:
+        eventually(lambda: holders(home.up_lock_file) == [ending.pid])
+        assert end_group(home, print).pids == [ending.pid]
+        assert not log.exists()
 
 
 def test_what_a_killed_up_named_is_told_once_and_is_no_fault_of_each_service(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ class GatewayReading(Table):
     any_model: bool | None = option(
         None,
         "The loaded model answers requests for unknown models; the answer names it. Default: yes, unless --strict or "
-        "--host is given.",
+        "a host (KVASIR_GATEWAY_HOST) is given.",
         up="any-model",
     )
     alias: dict[str, str] = option(

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kvasir.cli.running.home import Home
 from kvasir.errors import FailedPrecondition
-from kvasir.waits import ANSWER_S, LOOK_S
+from kvasir.waits import ANSWER_S, LOOK_S, SOON_S
 
 # A service is killed after so long without a line of its log. An engine gives calls 10 s, and the store 10 s more
 # for what it has in RAM alone; while the store takes it, however much it is, the engine logs that every 5 s.
@@ -115,10 +115,25 @@ def _end(pid: int, lock_file: Path, say: Callable[[str], None], grace_s: float, 
             return False
         patience = Patience(grace_s, logs)
         while not patience.is_over:
-            if pid not in holders(lock_file):  # it may still be a zombie, in a container that collects none
+            if pid not in holders(lock_file):
+                # Its log is open for a moment longer, and its disk could not be unmounted.
+                for _ in _moments(SOON_S):
+                    if not _has_files(pid):
+                        break
                 return number == signal.SIGKILL
             time.sleep(LOOK_S)
         say(f"process {pid} did not end {patience.in_words} and is killed")
+    return True
+
+
+def _has_files(pid: int) -> bool:
+    """Whether the process may have files open. A zombie, in a container that collects none, has none on Linux."""
+    try:
+        if sys.platform == "linux":
+            return any(Path(f"/proc/{pid}/fd").iterdir())
+        os.kill(pid, 0)
+    except OSError:
+        return False
     return True
 
 
