@@ -61,7 +61,7 @@ class Database(Target):
         await asyncio.to_thread(self._standby.promote)
         self._primary, self._standby = self._standby, self._primary
         await asyncio.sleep(lasts_s)
-        for each in family:
+        for each in family if ends_by == signal.SIGSTOP else ():  # numbers of ended processes may be others' by now
             send_family(each, signal.SIGKILL)
         await asyncio.to_thread(self._standby.part.kill)
         await asyncio.to_thread(self._follow)

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import psycopg
@@ -74,6 +75,7 @@ def test_each_server_that_is_promoted_has_what_was_acknowledged_before_and_since
             assert promoted.ask("SELECT pg_is_in_recovery()") == [(False,)]
             while len(writer.acknowledged) < before + 50:
                 assert writer.is_alive()
+                time.sleep(0.02)
         acknowledged = writer.end()
         assert set(acknowledged) <= {number for (number,) in first.ask("SELECT number FROM counted")}
         assert second.ask("SELECT pg_is_in_recovery()") == [(True,)]
