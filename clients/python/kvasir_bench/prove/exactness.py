@@ -127,7 +127,7 @@ def source() -> Path | None:
 
 def suite(*folders: str) -> Callable[[ProofScope, Report], Value]:
     """A step that runs tests of a checkout, on the device that MLX finds, as many as there is time for. Of its long
-    tests a twentieth.
+    tests one part.
     """
 
     def run(_scope: ProofScope, report: Report) -> Value:
