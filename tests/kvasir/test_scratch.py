@@ -1,5 +1,8 @@
 """Directories of one program: what remains of them when the program ends, however it ends."""
 
+import errno
+import fcntl
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -56,3 +59,36 @@ def test_a_block_that_fails_leaves_nothing_and_follows_no_link(tmp_path: Path) -
     with pytest.raises(FileNotFoundError), Scratch("x-", tmp_path) as made:
         (made / "folder" / "file").touch()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["other", "x-link"]
+
+
+@pytest.mark.parametrize("chosen", ["x-results", "x-20261130"])
+def test_a_directory_that_a_user_named_alike_stays(tmp_path: Path, chosen: str) -> None:
+    (tmp_path / chosen).mkdir()
+    with Scratch("x-", tmp_path):
+        assert (tmp_path / chosen).exists()
+
+
+def test_a_disk_without_locks_or_with_another_owner_has_directories_which_nobody_removes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EBADF, "as NFS does for a directory")
+
+    owner = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: owner)
+    with Scratch("x-", tmp_path) as of_other:
+        pass
+    assert not of_other.exists()
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with Scratch("x-", tmp_path) as first, Scratch("x-", tmp_path):
+        assert first.exists()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_cannot_be_opened_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(OSError, match="too many"):
+        Scratch("x-", tmp_path)

@@ -1,6 +1,7 @@
 """Files that survive a loss of power: fsync, and on macOS F_FULLFSYNC, where fsync alone does not. And directories that
 survive no program: the next one of its kind removes those of a killed one."""
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -16,6 +17,8 @@ from types import TracebackType
 
 SHORT_ROOT = Path("/tmp")  # noqa: S108 - a socket's path must fit into a hundred bytes
 _KEPT = ".kept"
+_SUFFIX = "~"  # no name that a user chose is taken for one of a killed program, as PREFIX-20261130
+_FOLDER, _AT_ONCE = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, fcntl.LOCK_EX | fcntl.LOCK_NB
 _WRITES = 9
 _OF_SHARES = {errno.EINVAL, errno.ENOTSUP, errno.ENOTTY, errno.ENOENT}  # the last one is macOS's, for SMB
 _FULL_AND_WAIT = 0x01 | 0x02  # macOS: SYNC_VOLUME_FULLSYNC, SYNC_VOLUME_WAIT
@@ -76,16 +79,14 @@ def sync_names(descriptor: int) -> None:
 
 class Scratch:
     """A new directory, until the block or the program ends. It holds a lock on it, which ends with the program, however
-    that ends; so the directories of this prefix that nobody holds are removed first: they may be large, and secret."""
+    that ends; so those of this prefix that nobody holds are removed first: they may be large, and secret."""
 
     def __init__(self, prefix: str, directory: Path | None = None) -> None:
         """`directory`: left out, the system's for temporary files."""
         directory = directory or Path(tempfile.gettempdir())
-        for left in directory.glob(f"{glob.escape(prefix)}*"):
-            if (descriptor := _held(left)) is not None:
-                if not (left / _KEPT).exists():
-                    shutil.rmtree(left, ignore_errors=True)
-                os.close(descriptor)
+        for left in directory.glob(f"{glob.escape(prefix)}????????{_SUFFIX}"):
+            with contextlib.suppress(OSError):  # in use, another user's, or where no lock can be had
+                _remove_unheld(left)
         self.path, held = _made(prefix, directory)
         self._end = weakref.finalize(self, _removed, self.path, held)
 
@@ -104,8 +105,16 @@ class Scratch:
 def _made(prefix: str, directory: Path) -> tuple[Path, int]:
     """Another program may remove the directory before it is locked: then another one is made."""
     while True:
-        path = Path(tempfile.mkdtemp(prefix=prefix, dir=directory))
-        if (descriptor := _held(path)) is not None:
+        path = Path(tempfile.mkdtemp(_SUFFIX, prefix, directory))
+        with contextlib.suppress(FileNotFoundError):
+            descriptor = os.open(path, _FOLDER)
+            try:
+                fcntl.flock(descriptor, _AT_ONCE)
+            except BlockingIOError:
+                os.close(descriptor)
+                continue
+            except OSError:
+                pass  # no locks there, as on NFS: nobody can remove it either
             if path.exists():
                 return path, descriptor
             os.close(descriptor)
@@ -117,17 +126,12 @@ def _removed(path: Path, descriptor: int) -> None:
     os.close(descriptor)
 
 
-def _held(path: Path) -> int | None:
-    """A descriptor with the lock; None where another program has it, or the directory is another user's."""
+def _remove_unheld(path: Path) -> None:
+    """Raises OSError where another program holds it, or it cannot be locked."""
+    descriptor = os.open(path, _FOLDER)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_ours = os.fstat(descriptor).st_uid == os.getuid()
-    except BlockingIOError:
-        is_ours = False
-    if not is_ours:
+        fcntl.flock(descriptor, _AT_ONCE)
+        if os.fstat(descriptor).st_uid == os.getuid() and not (path / _KEPT).exists():
+            shutil.rmtree(path, ignore_errors=True)
+    finally:
         os.close(descriptor)
-    return descriptor if is_ours else None
