@@ -14,9 +14,12 @@ Read = Callable[[str], manifest_pb2.Message]  # a reply's text, as a message wit
 _LARGEST_WHOLE = 1 << 53  # JavaScript has no larger whole numbers, and writes 1.0 as 1
 
 
-def with_own_calls(given: Messages, remembered: Messages, read: Read) -> tuple[manifest_pb2.Message, ...]:
+def with_own_calls(
+    given: Messages, remembered: Messages, read: Read, prompt: str = ""
+) -> tuple[manifest_pb2.Message, ...]:
     """The given messages, with each reply as it is remembered whose calls have the same names and values, with
-    the same text and thoughts, as far as both conversations go on alike.
+    the same text and thoughts, as far as both conversations go on alike. Calls keep the ids given, which their results
+    name. `prompt`: the text of the given messages.
     """
     known = iter([each for each in without_notes(remembered) if each.role != "system"])
     messages, is_alike = list(given), True
@@ -30,8 +33,21 @@ def with_own_calls(given: Messages, remembered: Messages, read: Read) -> tuple[m
         if message.role != "assistant":
             is_alike = own.content.strip() == message.content.strip()
         elif message.tool_calls and own.is_reply and _is_same(own if own.tool_calls else read(own.content), message):
-            messages[place] = own
+            messages[place] = _with_ids_of(message, own, prompt)
     return tuple(messages)
+
+
+def _with_ids_of(given: manifest_pb2.Message, own: manifest_pb2.Message, prompt: str) -> manifest_pb2.Message:
+    """The memory's message with the ids given. As one text it may have ids of the model's, and stays as given where the
+    template prints ids."""
+    ids = [call.id for call in given.tool_calls]
+    if not own.tool_calls:
+        return given if any(each and each in prompt for each in ids) else own
+    found = manifest_pb2.Message()
+    found.CopyFrom(own)
+    for call, each in zip(found.tool_calls, ids, strict=True):
+        call.id = each
+    return found
 
 
 def _is_same(own: manifest_pb2.Message, given: manifest_pb2.Message) -> bool:

@@ -154,12 +154,17 @@ async def _with_own_calls(prompting: Prompting, made: Prompted) -> Prompted:
     tools = tool_fields(request.prompt.tools, request.prompt.objects)
     messages = await prompting.run(
         request.namespace,
-        lambda: with_own_calls(recalled.messages, memory.messages, partial(prompting.message_of, tools=tools)),
+        lambda: with_own_calls(
+            recalled.messages, memory.messages, partial(prompting.message_of, tools=tools), made.text
+        ),
     )
     if messages == recalled.messages:
         return made
-    request = replace(request, prompt=replace(request.prompt, objects=_with_json_of(request, messages)))
-    text, conversation = await prompt_text(prompting, request, messages, made.clock)
+    try:  # both spellings may be more JSON than a request may have, and a template may refuse the memory's
+        request = replace(request, prompt=replace(request.prompt, objects=_with_json_of(request, messages)))
+        text, conversation = await prompt_text(prompting, request, messages, made.clock)
+    except errors.InvalidArgument:
+        return made
     if common_prefix_length(remembered, text) <= common:
         return made
     recalled = replace(recalled, request=request, messages=messages)
