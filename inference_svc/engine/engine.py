@@ -117,6 +117,10 @@ class EngineMemories:
         """Forget the key's memory, once no turn of the key runs; True if there was one."""
         return self._when_idle(key, lambda worker: worker.memories.drop(key))
 
+    def drop_begun(self, key: api.AgentKey) -> "Future[None]":
+        """Forget what cancelled turns of the key have prefilled, and no memory."""
+        return self._thread.post(lambda worker: worker.memories.drop_begun((key,)))
+
     def give_back(self, most_bytes: int, spared: Collection[api.AgentKey] = ()) -> "Future[int]":
         """Drop memories that the store has, but for `spared`, until KV needs so many bytes; returns the bytes that
         became free."""

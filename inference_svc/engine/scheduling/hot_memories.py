@@ -203,8 +203,9 @@ class HotMemories:
         self._drop_begun(key)
         self._begun[key] = prefix
 
-    def drop_begun(self) -> None:
-        for key in list(self._begun):
+    def drop_begun(self, keys: Collection[AgentKey] | None = None) -> None:
+        """The prefixes of cancelled turns of these keys, or of all."""
+        for key in list(self._begun) if keys is None else keys:
             self._drop_begun(key)
 
     def _drop_begun(self, key: AgentKey) -> None:

@@ -164,6 +164,7 @@ class Lines:
                 if (known := self._known_of(agent_id)) is not None:
                     known.gone()
                 self._parts.on_deleted(AgentKey(self.namespace, agent_id))
+                self._parts.engine.memories.drop_begun(AgentKey(self.namespace, agent_id))  # also if nothing is hot
                 if self._is_hot(agent_id):
                     self.line(agent_id).moved(None)
             case EventsLost():

@@ -72,3 +72,14 @@ def test_prompts_without_an_agent_take_no_place_from_each_other(driver: Driver) 
         cancelled(driver, prompt, Listener().cancel_at(Prefilled, 1))
     ends = [driver.turn(prompt, namespace="tests", max_tokens=1).cached_tokens for prompt in prompts]
     assert ends == [256, 256]
+
+
+def test_a_cancelled_prefix_goes_with_its_agent_and_leaves_a_memory(driver: Driver) -> None:
+    (key, _), other, prompt = driver.remember(300, 71), driver.key(), tokens_of(300, 72)
+    for each in (key, other):
+        cancelled(driver, prompt, Listener().cancel_at(Prefilled, 1), key=each)
+    driver.engine.memories.drop_begun(key).result(60)
+    assert driver.turn(prompt, namespace="tests", max_tokens=1).cached_tokens == 256, "it is the last agent's"
+    driver.engine.memories.drop_begun(other).result(60)
+    assert driver.turn(prompt, namespace="tests", max_tokens=1).cached_tokens == 0
+    assert driver.engine.memories.get(key) is not None

@@ -88,6 +88,7 @@ class Engine:
         self.memories = self
         self.model = SimpleNamespace(kv_identity_hash=KV)
         self.hot: dict[str, AgentMemory] = {}
+        self.forgotten = list[AgentKey]()
 
     def sizes(self) -> dict[AgentKey, int]:
         return {AgentKey("default", agent): 1 for agent in self.hot}
@@ -97,6 +98,9 @@ class Engine:
 
     def drop(self, key: AgentKey) -> None:
         self.hot.pop(key.agent_id, None)
+
+    def drop_begun(self, key: AgentKey) -> None:
+        self.forgotten.append(key)
 
 
 class Lab:

@@ -443,7 +443,7 @@ def test_what_others_did_drops_what_no_turn_can_use(event: StoreEvent, is_safe: 
 def test_each_deletion_is_reported() -> None:
     async def scenario(lab: Lab) -> None:
         lab.lines._happened(AgentGone("cold"))
-        assert lab.deleted == [AgentKey("default", "cold")]
+        assert lab.deleted == lab.engine.forgotten == [AgentKey("default", "cold")]
 
     run(scenario)
 
