@@ -47,6 +47,7 @@ class Tip:
     agent_id: str
     version: int  # 0: it is not known which
     is_newest: bool
+    messages: int = 0  # up to this point; 0: it is not known how many
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +177,9 @@ class Conversations:
         """Wait a little for the end of the turn that these messages go on from, if it is still under way."""
         opening, busy = chain.points[0].alike, self._busy.items()
         alike = [turn for (theirs, _), turn in busy if theirs == namespace and turn.opening == opening]
+        # Behind one of several answers to the same messages nobody waits for the others.
+        if alike and (tip := self._tip(namespace, chain)) is not None:
+            alike = [turn for turn in alike if len(turn.messages) > tip.messages]
         if shorter := [turn for turn in alike if len(turn.messages) < len(messages)]:
             found = await records.beside(partial(_followed, shorter, messages, is_exact=chain.is_exact))
             if found is not None:
@@ -391,19 +395,19 @@ class Conversations:
         known = (self._answers, chain.names), (self._alike, chain.names), (self._calls, chain.call_ids)
         if not any(any(map(names.__contains__, zip(repeat(namespace), own))) for names, own in known if names):
             return None
-        for digest in self._digests(namespace, chain.points):
-            if (answer := self._answers.get((namespace, digest))) is not None:
-                agent_id, version = answer
-                return Tip(agent_id, version, self._newest.get((namespace, agent_id)) == digest)
+        for point in reversed(chain.points[1:]):
+            for digest in self._digests(namespace, point, chain.points[0]):
+                if (answer := self._answers.get((namespace, digest))) is not None:
+                    agent_id, version = answer
+                    return Tip(agent_id, version, self._newest.get((namespace, agent_id)) == digest, point.messages)
         return None
 
-    def _digests(self, namespace: str, points: Sequence[Point]) -> Iterator[str]:
-        """Of the answers that a prefix may end with, those of the longest first."""
-        for point in reversed(points[1:]):
-            yield point.digest
-            if point.call_ids:
-                yield from self._made(namespace, point, points[0])
-            yield self._alike.get((namespace, point.alike), "")
+    def _digests(self, namespace: str, point: Point, opening: Point) -> Iterator[str]:
+        """Of the answers that a prefix may end with."""
+        yield point.digest
+        if point.call_ids:
+            yield from self._made(namespace, point, opening)
+        yield self._alike.get((namespace, point.alike), "")
 
     def _made(self, namespace: str, point: Point, opening: Point) -> Iterator[str]:
         """The answers that made a prefix's calls, of agents with this opening."""

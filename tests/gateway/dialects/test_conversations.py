@@ -315,6 +315,21 @@ def test_a_turn_sent_behind_an_interrupt_waits_for_the_interrupted_ones_end(firs
     assert talk.records.forks == []
 
 
+def test_a_turn_behind_one_of_several_answers_waits_for_none_of_the_others() -> None:
+    talk, once = Talk(conversations(), Records()), (user("Hello"),)
+
+    async def sampled() -> None:
+        first, _other = [
+            await talk.known.agent_for("n", talk.known.chain(once, ""), once, talk.records) for _ in range(2)
+        ]
+        talk.known.answered("n", first, talk.known.chain(once, ""), reply("Hi"), 1)
+        talk.known.left("n", first)
+        on = (*once, reply("Hi"), user("More"))
+        assert await talk.known.agent_for("n", talk.known.chain(on, ""), on, talk.records) == first
+
+    asyncio.run(asyncio.wait_for(sampled(), 1))
+
+
 @pytest.mark.parametrize("is_answered", [True, False])
 def test_a_fork_stays_only_if_its_turn_was_answered(*, is_answered: bool) -> None:
     talk = Talk(conversations(), Records())
