@@ -120,7 +120,7 @@ class KvRoom:
         memory = self.memories.get(sequence.plan.key) if reservation.extends is not None else None
         pages = [list(held.pages) for held in (kv, None if memory is None else memory.kv) if held is not None]
         states = 0 if memory is None else memory.state_bytes
-        return self.memories.ledger.freed_bytes(pages) + self.memories.ledger.promised_to(reservation) + states
+        return self.memories.freed_bytes(pages) + self.memories.ledger.promised_to(reservation) + states
 
     def can_swap_out(self, sequences: Collection[Sequence]) -> bool:
         """Whether the files of these turns may be held in memory too."""

@@ -212,6 +212,11 @@ class HotMemories:
         if (prefix := self._begun.pop(key, None)) is not None:
             prefix.kv.release()
 
+    def freed_bytes(self, tables: list[list[int]]) -> int:
+        """Bytes that become free with these page lists, after the prefixes of cancelled turns, which share them."""
+        begun = [list(prefix.kv.pages) for prefix in self._begun.values()]
+        return self.ledger.freed_bytes([*begun, *tables]) - self.ledger.freed_bytes(begun)
+
     def drop(self, key: AgentKey) -> bool:
         """Forget the key's memory, and the prefix of a cancelled turn; True if there was a memory."""
         self._drop_begun(key)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from kvasir.errors import Cancelled
 
-from inference_svc.engine.api import Prefilled, Started, Tokens
+from inference_svc.engine.api import Preempted, Prefilled, Priority, Started, Tokens
 from tests.inference.engine.driving import Driver, Listener, driver_with_room_for, tokens_of
 
 pytestmark = pytest.mark.cells_of_a_block
@@ -83,3 +83,20 @@ def test_a_cancelled_prefix_goes_with_its_agent_and_leaves_a_memory(driver: Driv
     driver.engine.memories.drop_begun(other).result(60)
     assert driver.turn(prompt, namespace="tests", max_tokens=1).cached_tokens == 0
     assert driver.engine.memories.get(key) is not None
+
+
+@pytest.mark.parametrize("is_retry", [False, True])
+def test_a_retry_in_the_background_gives_its_room_to_a_person(model_dir: Path, tmp_path: Path, is_retry: bool) -> None:
+    """The prefix that it began with goes too."""
+    with driver_with_room_for(1_700, model_dir, tmp_path) as small:
+        prompt, given_up = tokens_of(700, 73), list[Listener]()
+        if is_retry:
+            cancelled(small, prompt, Listener().cancel_at(Prefilled, 2))
+        listener = Listener().cancel_at(Preempted, 1)
+        listener.at(
+            Tokens, 2, lambda: given_up.append(small.submit(tokens_of(1_300, 74), namespace="tests", max_tokens=1))
+        )
+        how = {"priority": Priority.BACKGROUND, "can_be_preempted": True, "max_tokens": 60}
+        cancelled(small, prompt, listener, **how)
+        assert given_up[0].end().completion_tokens == 1
+        assert listener.count(Preempted) == 1
