@@ -46,6 +46,10 @@ PROMISES: Mapping[str, tuple[str, ...]] = {
         "tests/cachestore/service/access/test_who_may_call.py::test_a_foreign_credential_learns_and_changes_nothing",
         "tests/cachestore/service/access/test_who_may_call.py::test_no_credential_or_a_wrong_one_is_unauthenticated",
     ),
+    "no text of a prompt is logged": (
+        "tests/cachestore/service/access/test_listening.py::test_neither_text_nor_tokens_are_logged",
+        "tests/inference/service/test_bad_input.py::test_no_word_of_any_prompt_is_logged",
+    ),
     "an agent has one owner": (
         "tests/cachestore/moving/test_ownership.py::test_moves_in_any_order_leave_one_owner_at_most_and_in_the_end_exactly_one",
     ),
