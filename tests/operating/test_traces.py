@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2 as httpx
 import pytest
@@ -32,8 +33,9 @@ def traced(collector: tuple[Collector, int], tmp_path_factory: pytest.TempPathFa
         yield front
 
 
-@pytest.mark.long(2)
-def test_one_trace_goes_through_gateway_engine_and_store(traced: Front, collector: tuple[Collector, int]) -> None:
+@pytest.fixture(scope="module")
+def spans(traced: Front, collector: tuple[Collector, int]) -> dict[tuple[str, str], Any]:
+    """Of one request, from the gateway to the store."""
     answer = httpx.post(
         f"{traced.gateway.url}/v1/chat/completions",
         json={"model": MODEL, "messages": [{"role": "user", "content": "I am wudrothi."}], "max_tokens": 4},
@@ -43,20 +45,21 @@ def test_one_trace_goes_through_gateway_engine_and_store(traced: Front, collecto
     assert answer.status_code == 200
     wanted = {
         ("kvasir-gateway", "POST /v1/chat/completions"),
-        ("kvasir-engine", "InferenceService/Generate"),
+        ("kvasir-engine", _GENERATE),
         *(("kvasir-engine", part) for part in ("queue", "restore", "prefill", "decode", "commit")),
         ("kvasir-store", "CacheStoreService/CommitSnapshot"),
     }
     give_up = time.monotonic() + 20
-    while not wanted <= set(spans := collector[0].of(TRACE)):
-        assert time.monotonic() < give_up, set(spans)
+    while not wanted <= set(found := collector[0].of(TRACE)):
+        assert time.monotonic() < give_up, set(found)
         time.sleep(0.1)
+    return found
 
 
-def test_spans_have_counts_and_nobodys_text_and_stand_in_their_order(
-    traced: Front, collector: tuple[Collector, int]
+def test_the_spans_of_a_request_have_counts_and_nobodys_text_and_stand_in_their_order(
+    spans: dict[tuple[str, str], Any], collector: tuple[Collector, int]
 ) -> None:
-    spans = collector[0].of(TRACE)
+    """They go through gateway, engine and store."""
     gateway, engine = spans["kvasir-gateway", "POST /v1/chat/completions"], spans["kvasir-engine", _GENERATE]
     assert gateway.parent_span_id.hex() == "b7ad6b7169203331"
     assert engine.parent_span_id == gateway.span_id
