@@ -183,7 +183,7 @@ def translated(error: BaseException) -> BaseException:
         return disk_full("the index")
     # Class 25: the server takes no writes, or ended a session that stood still in a transaction.
     if isinstance(error, psycopg.OperationalError) or str(error.sqlstate).startswith("25"):
-        why = type(error).__name__ if error.sqlstate else "its server does not answer, or the connection ended"
+        why = type(error).__name__ if error.sqlstate else "there is no connection to its server"
         return Unavailable(f"the index cannot be used: {why}", reason="INDEX_FAILED", retry_after_s=1.0)
     return error
 

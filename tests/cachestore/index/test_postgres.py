@@ -726,5 +726,5 @@ def refusal_of(home: StoreHome, command: str) -> str:
 
 def test_a_refusal_of_a_lost_database_has_its_failure_and_no_address() -> None:
     lost = translated(psycopg.OperationalError("connection to server at 10.0.0.7 failed: secret"))
-    assert str(lost) == "the index cannot be used: its server does not answer, or the connection ended"
+    assert str(lost) == "the index cannot be used: there is no connection to its server"
     assert str(translated(psycopg.errors.AdminShutdown("at 10.0.0.7"))) == "the index cannot be used: AdminShutdown"
