@@ -18,7 +18,7 @@ from inference_svc.kv.tensor_files import CheckedFile, FileChecks, check_files, 
 from inference_svc.model.embedding.hidden_rows import HiddenRows
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import SequenceState, TokenIds
 
 # At the turn's beginning, its prompt and its end, and one more after a turn that generated nothing.
 MOST_REWIND_POINTS = 4
@@ -100,6 +100,20 @@ def memory_left(sequence: Sequence, runner: ModelRunner, kv_identity_hash: str) 
     # Whoever warms a memory expects a turn of its agent soon.
     priority = sequence.priority if sequence.plan.sampling.max_tokens else Priority.INTERACTIVE
     return ResidentMemory(kv, sequence.state(), chain, priority=priority)
+
+
+def prefix_left(sequence: Sequence) -> ResidentMemory | None:
+    """The whole blocks of its prompt that a cancelled turn has prefilled, for a retry. An agent's memory stays as it
+    was.
+    """
+    kv, plan = sequence.kv, sequence.plan
+    assert kv is not None
+    tokens = 0 if kv.states or plan.is_own else kv.start_before(sequence.cells.shareable)
+    chain = sequence.chain[: tokens // BLOCK_TOKENS]
+    if not chain or tokens % BLOCK_TOKENS:
+        return None
+    kv.trim_to(tokens)
+    return ResidentMemory(kv, SequenceState(plan.token_ids[:tokens], plan.token_chars[:tokens], tokens), chain)
 
 
 class _RestoredKV:

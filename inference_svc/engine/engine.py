@@ -119,12 +119,7 @@ class EngineMemories:
 
     def drop_begun(self, key: api.AgentKey) -> "Future[None]":
         """Forget what cancelled turns of the key have prefilled, and no memory."""
-        return self._thread.post(lambda worker: worker.memories.drop_begun((key,)))
-
-    def give_back(self, most_bytes: int, spared: Collection[api.AgentKey] = ()) -> "Future[int]":
-        """Drop memories that the store has, but for `spared`, until KV needs so many bytes; returns the bytes that
-        became free."""
-        return self._thread.post(lambda worker: worker.give_back(most_bytes, spared))
+        return self._thread.post(lambda worker: worker.memories.begun.drop(key))
 
     def fork(self, source: api.AgentKey, target: api.AgentKey, tag: object = None) -> "Future[bool]":
         """Give `target` the memory of `source`, without its tag, once no turn of it runs. False if there is none.
@@ -189,7 +184,7 @@ class Engine:
     """One model, its thread, and the hot memories of the agents that it served."""
 
     def __init__(self, opened: OpenedModel, thread: MlxThread[EngineWorker], worker: EngineWorker) -> None:
-        self._model = opened.info
+        self.model = opened.info
         # mlx-lm's TokenizerWrapper (encode, apply_chat_template, eos_token_ids, tool parser). It holds no MLX arrays,
         # but may keep state while encoding: use it from one thread at a time.
         self.tokenizer = opened.tokenizer
@@ -247,10 +242,6 @@ class Engine:
         return cls(opened, thread, worker)
 
     @property
-    def model(self) -> ModelInfo:
-        return self._model
-
-    @property
     def memory_used_bytes(self) -> int:
         """KV allocated after the last step, hot and running."""
         return self._worker.memory_used_bytes
@@ -277,6 +268,11 @@ class Engine:
     def needed_bytes(self, tokens: int) -> int:
         """KV bytes that a turn needs for so many tokens. Known before any byte is allocated."""
         return self._worker.room.most_bytes(tokens)
+
+    def give_back(self, most_bytes: int, spared: Collection[api.AgentKey] = ()) -> "Future[int]":
+        """Drop memories that the store has, but for `spared`, until KV needs so many bytes; returns the bytes that
+        became free."""
+        return self._thread.post(lambda worker: worker.give_back(most_bytes, spared))
 
     def submit(self, plan: api.TurnPlan, on_events: api.Listener) -> TurnHandle:
         """Queue a turn. `on_events` is called on the MLX thread, after every token and every cell, with all events

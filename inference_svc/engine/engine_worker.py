@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from kvasir.errors import Cancelled, Internal, KvasirError, Unavailable
 
 from inference_svc.engine.api import AgentKey, HeldTurn
-from inference_svc.engine.beginning import begin, memory_left
+from inference_svc.engine.beginning import begin, memory_left, prefix_left
 from inference_svc.engine.decoding import Decoded, Decoder
 from inference_svc.engine.drafting.drafter import Drafter
 from inference_svc.engine.files.held_turns import held_turn, sampler_of_carried
@@ -79,7 +79,7 @@ class EngineWorker:
     def give_back(self, most_bytes: int, spared: Collection[AgentKey]) -> int:
         """Drop memories that the store has, but for `spared`, until KV needs at most so many bytes; returns the bytes
         that became free."""
-        self.memories.drop_begun()
+        self.memories.begun.make_room()
         idle = () if self._pool.keeps_memory else self.memories.stored_keys()
         stored = [key for key in idle if key not in spared]
         tables = [[*memory.kv.pages] for key in stored if (memory := self.memories.get(key)) is not None]
@@ -343,10 +343,12 @@ class EngineWorker:
         if sequence.arrival is not None:
             sequence.arrival.load.release()
             sequence.arrival = None
-        if isinstance(failure, Cancelled) and kv is not None and kv not in self._decoder.batch:
-            self.room.keep_begun(sequence)
-        elif failure is not None and kv is not None:
-            kv.release()
+        if kv is not None and failure is not None:
+            prefix = prefix_left(sequence) if isinstance(failure, Cancelled) and kv not in self._decoder.batch else None
+            if prefix is None or sequence.namespace is None:
+                kv.release()
+            else:
+                self.memories.begun.keep(sequence.namespace, sequence.plan.key, prefix)
         sequence.kv = None
         self.room.give_up(sequence)
         self._scheduler.remove(sequence)

@@ -5,17 +5,16 @@ from collections.abc import Collection, Hashable
 from kvasir.errors import FailedPrecondition
 from kvasir.formats.block_hash import BLOCK_TOKENS
 
-from inference_svc.engine.api import AgentKey, Hot, HotMemoryGone, Restored
+from inference_svc.engine.api import Hot, HotMemoryGone, Restored
 from inference_svc.engine.beginning import MOST_REWIND_POINTS, Reuse, forked_for, reuse_of_memory
 from inference_svc.engine.files.swapping import most_file_bytes
-from inference_svc.engine.scheduling.hot_memories import HotMemories, ResidentMemory
+from inference_svc.engine.scheduling.hot_memories import HotMemories
 from inference_svc.engine.scheduling.memory_ledger import Reservation
 from inference_svc.engine.scheduling.prefix_sharing import prefix_source_of
 from inference_svc.engine.sequence import Sequence
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.model_info import ModelInfo
-from inference_svc.text.token_ids import SequenceState
 
 _UNSTORED_PART = 2  # files of preempted turns that are not stored yet may take this part of the budget, beside it
 
@@ -69,22 +68,6 @@ class KvRoom:
             self.memories.ledger.release(sequence.reservation)
         sequence.reservation = None
 
-    def keep_begun(self, sequence: Sequence) -> None:
-        """The turn was cancelled: keep the whole blocks of its prompt that are prefilled, for a retry, or release all.
-        An agent's memory stays as it was.
-        """
-        kv, shareable = sequence.kv, sequence.cells.shareable
-        assert kv is not None
-        tokens = 0 if kv.states or sequence.plan.is_own else kv.start_before(shareable)
-        chain = sequence.chain[: tokens // BLOCK_TOKENS]
-        if sequence.namespace is None or not chain or tokens % BLOCK_TOKENS:
-            kv.release()
-            return
-        kv.trim_to(tokens)
-        state = SequenceState(sequence.plan.token_ids[:tokens], sequence.plan.token_chars[:tokens], tokens)
-        key = sequence.plan.key or AgentKey(sequence.namespace, chain[-1])
-        self.memories.keep_begun(key, ResidentMemory(kv, state, chain))
-
     def held_bytes(self, sequence: Sequence) -> int:
         return self.memories.ledger.reserved_bytes(sequence.reservation)
 
@@ -120,7 +103,7 @@ class KvRoom:
         memory = self.memories.get(sequence.plan.key) if reservation.extends is not None else None
         pages = [list(held.pages) for held in (kv, None if memory is None else memory.kv) if held is not None]
         states = 0 if memory is None else memory.state_bytes
-        return self.memories.freed_bytes(pages) + self.memories.ledger.promised_to(reservation) + states
+        return self.memories.begun.freed_bytes(pages) + self.memories.ledger.promised_to(reservation) + states
 
     def can_swap_out(self, sequences: Collection[Sequence]) -> bool:
         """Whether the files of these turns may be held in memory too."""

@@ -14,10 +14,6 @@ from inference_svc.kv.pages.pool import IDLE_BYTES
 _LOG = structlog.get_logger(__name__)
 
 
-class Memories(Protocol):
-    def give_back(self, most_bytes: int, spared: Collection[AgentKey]) -> "Future[int]": ...
-
-
 class Giver(Protocol):
     @property
     def memory_used_bytes(self) -> int: ...
@@ -25,8 +21,7 @@ class Giver(Protocol):
     @property
     def computed_tokens(self) -> int: ...
 
-    @property
-    def memories(self) -> Memories: ...
+    def give_back(self, most_bytes: int, spared: Collection[AgentKey]) -> "Future[int]": ...
 
 
 class GivingBack:
@@ -67,10 +62,10 @@ class GivingBack:
         if not is_idle or engine.computed_tokens != self._computed:
             self._idle_since_s, self._computed = now_s, engine.computed_tokens
         if is_short:
-            return engine.memories.give_back(engine.memory_used_bytes // 2, ()), "the machine is short of memory"
+            return engine.give_back(engine.memory_used_bytes // 2, ()), "the machine is short of memory"
         if self._idle_since_s is not None and now_s - self._idle_since_s >= self._keep_hot_s:
             self._idle_since_s = None  # until the next turn
-            return engine.memories.give_back(IDLE_BYTES, expected), "no turn came"
+            return engine.give_back(IDLE_BYTES, expected), "no turn came"
         return None
 
 

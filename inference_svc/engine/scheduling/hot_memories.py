@@ -163,6 +163,46 @@ class OutgoingMemories:
                 memory.owed.want()
 
 
+class BegunPrefixes:
+    """Prefixes, without states, that cancelled turns had prefilled: the last of each agent, and one of each prompt that
+    had none. They serve turns of their namespaces that begin alike, until a memory needs the room.
+    """
+
+    def __init__(self, ledger: MemoryLedger) -> None:
+        self._prefixes: dict[AgentKey, ResidentMemory] = {}  # the oldest first
+        self._ledger = ledger
+
+    @property
+    def all(self) -> list[ResidentMemory]:
+        return [*self._prefixes.values()]
+
+    def of_namespace(self, namespace: str | None) -> list[ResidentMemory]:
+        return [prefix for key, prefix in self._prefixes.items() if key.namespace == namespace]
+
+    def keep(self, namespace: str, agent: AgentKey | None, prefix: ResidentMemory) -> None:
+        """Instead of the agent's last one, and of those within it."""
+        for key, other in [*self._prefixes.items()]:
+            is_within = other.chain == prefix.chain[: len(other.chain)]
+            if key == agent or (key.namespace == namespace and is_within):
+                self.drop(key)
+        self._prefixes[agent or AgentKey(namespace, prefix.chain[-1])] = prefix
+
+    def drop(self, key: AgentKey) -> None:
+        if (prefix := self._prefixes.pop(key, None)) is not None:
+            prefix.kv.release()
+
+    def make_room(self, needed_bytes: int | None = None) -> None:
+        """Drop prefixes until so many bytes are free, or all."""
+        for key in [*self._prefixes]:
+            if needed_bytes is None or needed_bytes > self._ledger.free_bytes:
+                self.drop(key)
+
+    def freed_bytes(self, tables: list[list[int]]) -> int:
+        """Bytes that become free with these page lists, after the prefixes, which share them."""
+        begun = [list(prefix.kv.pages) for prefix in self.all]
+        return self._ledger.freed_bytes([*begun, *tables]) - self._ledger.freed_bytes(begun)
+
+
 class HotMemories:
     """Memories by key, and the ledger of their bytes and of the running turns'. Only the MLX thread changes it, except
     for expected uses and memories' tags.
@@ -175,8 +215,8 @@ class HotMemories:
         self.ledger = MemoryLedger(pages, page_bytes, budget_bytes)
         self._memories: dict[AgentKey, ResidentMemory] = {}
         self.outgoing = OutgoingMemories(self._memories, self.ledger)
+        self.begun = BegunPrefixes(self.ledger)
         self._expected = ExpectedUse()
-        self._begun: dict[AgentKey, ResidentMemory] = {}  # prefixes that cancelled turns had prefilled
 
     # --- memories ---
 
@@ -195,31 +235,9 @@ class HotMemories:
         self._memories[key] = memory
         self.ledger.resident_state_bytes += memory.state_bytes
 
-    def keep_begun(self, key: AgentKey, prefix: ResidentMemory) -> None:
-        """Keep a prefix without states that a cancelled turn of the key had prefilled, instead of those within it."""
-        for other, each in list(self._begun.items()):
-            if other.namespace == key.namespace and each.chain == prefix.chain[: len(each.chain)]:
-                self._drop_begun(other)
-        self._drop_begun(key)
-        self._begun[key] = prefix
-
-    def drop_begun(self, keys: Collection[AgentKey] | None = None) -> None:
-        """The prefixes of cancelled turns of these keys, or of all."""
-        for key in list(self._begun) if keys is None else keys:
-            self._drop_begun(key)
-
-    def _drop_begun(self, key: AgentKey) -> None:
-        if (prefix := self._begun.pop(key, None)) is not None:
-            prefix.kv.release()
-
-    def freed_bytes(self, tables: list[list[int]]) -> int:
-        """Bytes that become free with these page lists, after the prefixes of cancelled turns, which share them."""
-        begun = [list(prefix.kv.pages) for prefix in self._begun.values()]
-        return self.ledger.freed_bytes([*begun, *tables]) - self.ledger.freed_bytes(begun)
-
     def drop(self, key: AgentKey) -> bool:
         """Forget the key's memory, and the prefix of a cancelled turn; True if there was a memory."""
-        self._drop_begun(key)
+        self.begun.drop(key)
         memory = self._memories.pop(key, None)
         if memory is None:
             return False
@@ -229,7 +247,7 @@ class HotMemories:
 
     @property
     def _all(self) -> list[ResidentMemory]:
-        return [*self._memories.values(), *self.outgoing.pinned, *self._begun.values()]
+        return [*self._memories.values(), *self.outgoing.pinned, *self.begun.all]
 
     @property
     def pages(self) -> set[int]:
@@ -241,8 +259,8 @@ class HotMemories:
 
     def of_namespace(self, namespace: str | None) -> list[ResidentMemory]:
         """Also the prefixes of its cancelled turns."""
-        found = (*self._memories.items(), *self._begun.items())
-        return [memory for key, memory in found if key.namespace == namespace]
+        found = [memory for key, memory in self._memories.items() if key.namespace == namespace]
+        return found + self.begun.of_namespace(namespace)
 
     def stored_keys(self) -> list[AgentKey]:
         """Keys of idle memories that the store has, in the order in which memories are dropped."""
@@ -283,7 +301,7 @@ class HotMemories:
         return sorted(keys, key=self._keeping_order)
 
     def _droppable_bytes(self, keys: Collection[AgentKey]) -> int:
-        memories = [*(self._memories[key] for key in keys), *self.outgoing.droppable, *self._begun.values()]
+        memories = [*(self._memories[key] for key in keys), *self.outgoing.droppable, *self.begun.all]
         states = sum(memory.state_bytes for memory in memories)
         return self.ledger.freed_bytes([list(memory.kv.pages) for memory in memories]) + states
 
@@ -294,9 +312,7 @@ class HotMemories:
         share_bytes = self.ledger.total_bytes // len(held)
         for pinned in self.outgoing.droppable:  # frees nothing while the memory is hot, which can be pinned again
             self.outgoing.unpin(pinned)
-        for key in list(self._begun):
-            if needed_bytes > self.ledger.free_bytes:
-                self._drop_begun(key)
+        self.begun.make_room(needed_bytes)
         for is_for_all in (False, True):
             for key in [key for key in keys if key in self._memories]:
                 if needed_bytes <= self.ledger.free_bytes:

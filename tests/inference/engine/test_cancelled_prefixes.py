@@ -63,7 +63,7 @@ def test_a_cancelled_prefix_makes_room_before_any_memory(model_dir: Path, tmp_pa
 def test_an_idle_engine_gives_back_cancelled_prefixes(driver: Driver) -> None:
     prompt = tokens_of(300, 68)
     cancelled(driver, prompt, Listener().cancel_at(Prefilled, 1))
-    driver.engine.memories.give_back(0).result(60)
+    driver.engine.give_back(0).result(60)
     assert driver.turn(prompt, namespace="tests", max_tokens=1).cached_tokens == 0
 
 

@@ -225,10 +225,6 @@ class PlayedEngine:
         self.given: list[int] = []
         self.spared = 0
 
-    @property
-    def memories(self) -> "PlayedEngine":
-        return self
-
     def give_back(self, most_bytes: int, spared: Collection[object]) -> "Future[int]":
         self.given.append(most_bytes)
         self.spared = len(spared)

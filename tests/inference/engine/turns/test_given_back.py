@@ -66,7 +66,7 @@ def test_an_idle_engine_keeps_little_and_its_agents_go_on_from_their_files(drive
     driver.engine.memories.tag(stayed, None, Stored())
     grown = pool_bytes(pool_of(driver))
     assert grown > first
-    assert driver.engine.memories.give_back(0).result(60) == grown - first
+    assert driver.engine.give_back(0).result(60) == grown - first
     assert pool_bytes(pool_of(driver)) == first
     assert driver.engine.memories.sizes() == {}
     assert driver.reply(driver.turn((*files.token_ids, *SUFFIX), files, driver.key())) == expected
@@ -81,7 +81,7 @@ def test_memory_goes_back_between_two_steps_of_a_reply_and_changes_none_of_its_t
     unstored, gone, listener, freed = driver.fork(extended), remembered(driver), Listener(), list[Future[int]]()
     driver.engine.memories.drop(other).result(60)  # so that the turn's new page lies in front of those that go
     for count in (3, 8):
-        listener.at(Tokens, count, lambda: freed.append(driver.engine.memories.give_back(0)))
+        listener.at(Tokens, count, lambda: freed.append(driver.engine.give_back(0)))
     driver.submit(prompt, Hot(LENGTH), extended, listener=listener)
     assert driver.reply(listener.end()) == expected
     assert sum(each.result(60) for each in freed) > 0
@@ -98,7 +98,7 @@ def test_a_card_whose_pool_stays_keeps_the_memories_in_it(driver: Driver, monkey
     """It would free nothing by dropping them, and the machine is short of memory that is not the card's."""
     key, pool = remembered(driver), pool_of(driver)
     monkeypatch.setattr(pool, "_first_pages", pool.allocator.total)
-    assert driver.engine.memories.give_back(0).result(60) == 0
+    assert driver.engine.give_back(0).result(60) == 0
     assert key in driver.engine.memories.sizes()
 
 
@@ -109,7 +109,7 @@ def test_no_more_memories_go_than_the_pages_in_use_behind_them_let_go(driver: Dr
         driver.engine.memories.drop(key).result(60)
     keys, listener, freed = [remembered(driver) for _ in range(3)], Listener(), list[Future[int]]()
     wanted = driver.engine.memory_used_bytes
-    listener.at(Tokens, 3, lambda: freed.append(driver.engine.memories.give_back(wanted)))
+    listener.at(Tokens, 3, lambda: freed.append(driver.engine.give_back(wanted)))
     driver.reply(driver.submit(tokens_of(LENGTH, 12), listener=listener).end())
     assert [each.result(60) for each in freed] == [0]
     left = driver.engine.memories.sizes()
@@ -119,7 +119,7 @@ def test_no_more_memories_go_than_the_pages_in_use_behind_them_let_go(driver: Dr
 @pytest.mark.long(2)
 def test_a_memory_that_is_spared_stays(driver: Driver) -> None:
     spared, gone = remembered(driver), remembered(driver)
-    driver.engine.memories.give_back(0, [spared]).result(60)
+    driver.engine.give_back(0, [spared]).result(60)
     left = driver.engine.memories.sizes()
     assert spared in left
     assert gone not in left
