@@ -10,6 +10,7 @@ from pathlib import Path
 MAX_SOCKET_PATH_BYTES = 100
 # Where `kvasir pair` waits if nothing else does, so that on one machine the code is enough: no gateway takes it itself.
 PAIRING_PORT = 8643
+TCP_FORMS = "host:port or [v6 address]:port"
 
 
 class AddressError(ValueError):
@@ -53,24 +54,27 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def parse_address(text: str) -> Address:
-    """Raises AddressError: not an address, a relative socket path, or one longer than systems allow."""
+def parse_address(text: str, forms: str = f"unix:/path, {TCP_FORMS}") -> Address:
+    """`forms`: those of the caller, for the error. Raises AddressError: no address, a relative socket path, or one
+    longer than systems allow."""
     if text.startswith("unix:"):
         return Address(socket_path=_socket_path(text.removeprefix("unix:")))
     if text.isascii() and text.isdigit():
         raise AddressError(f"{text!r}: expected a host before the port, as 127.0.0.1:{text}")
     host, colon, port = text.rpartition(":")
     is_v6 = host.startswith("[") and host.endswith("]")
-    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise AddressError(f"{text!r}: expected unix:/path, host:port or [v6 address]:port")
+    if not colon or not host or not port.isascii() or not port.isdigit():
+        raise AddressError(f"{text!r}: expected {forms}")
     if (":" in host) != is_v6 or "/" in host:
         raise AddressError(f"{text!r}: expected host:port, with a v6 address in brackets")
+    if len(port) > len("65535") or int(port) > 65535:
+        raise AddressError(f"{text!r}: expected a port of at most 65535")
     return Address(host=host[1:-1] if is_v6 else host, port=int(port))
 
 
 def check_operators_address(text: str) -> str:
     """The address, if it is HOST:PORT of this machine alone: its page asks for no credential. Raises AddressError."""
-    address = parse_address(text)
+    address = parse_address(text, TCP_FORMS)
     if address.socket_path is not None or not address.is_loopback:
         raise AddressError(f"{text}: metrics have no TLS and no credential: listen on 127.0.0.1:PORT")
     return text

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from kvasir.address import parse_address
+from kvasir.address import AddressError, parse_address
 from kvasir.cli import failures
 from kvasir.cli.caller import Caller
 from kvasir.cli.running import checks
@@ -72,6 +72,18 @@ def test_a_wrong_option_is_wrong_usage_before_anything_is_made(options: tuple[st
     assert (refused.code, refused.value["error"]["reason"]) == (2, "WRONG_USAGE")
     assert refused.value["error"]["field"] in options
     assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:99999", f"[::1]:{'9' * 5000}"])
+def test_a_port_that_is_too_large_is_refused_with_the_largest(address: str) -> None:
+    with pytest.raises(AddressError, match="expected a port of at most 65535"):
+        parse_address(address)
+
+
+@pytest.mark.parametrize("option", ["--http", "--listen", "--store-listen", "--metrics-listen"])
+def test_an_option_that_takes_no_socket_offers_none(option: str, tmp_path: Path) -> None:
+    refused = in_process("--home", tmp_path / "home", "up", option, "localhost", "--json").value["error"]
+    assert refused["message"] == f"{option}: 'localhost': expected host:port or [v6 address]:port"
 
 
 def test_a_home_of_another_user_or_that_others_write_in_is_refused(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import uvicorn
-from kvasir.address import parse_address
+from kvasir.address import TCP_FORMS, parse_address
 from kvasir.errors import InvalidArgument
 from kvasir.waits import ANSWER_S, SWITCH_S
 
@@ -85,7 +85,7 @@ def listener_at(address: str) -> socket.socket:
 
 
 def _loopback(text: str) -> tuple[str, int]:
-    address = parse_address(text)
+    address = parse_address(text, TCP_FORMS)
     if not address.is_loopback or address.socket_path is not None:
         raise InvalidArgument.of(
             "--listen", f"expected a loopback HOST:PORT, got {text}: put a proxy with TLS before it"

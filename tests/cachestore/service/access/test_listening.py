@@ -85,7 +85,7 @@ def test_a_socket_path_beyond_the_systems_limit_is_refused_in_words(home: StoreH
         ("unix:relative.sock", "absolute"),
         ("nonsense", "expected unix:/path"),
         ("", "expected unix:/path"),
-        ("1.2.3.4:99999", "expected unix:/path"),
+        ("1.2.3.4:99999", "at most 65535"),
     ],
 )
 def test_tcp_without_credentials_and_nonsense_are_refused_with_what_to_do(

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvasir.address import Address, AddressError, parse_address
+from kvasir.address import TCP_FORMS, Address, AddressError, parse_address
 from kvasir.cli.failures import WrongUsage
 from kvasir.errors import FailedPrecondition
 from kvasir.options.engine import EngineTable
@@ -239,7 +239,7 @@ def _check_tls(cert: Path | None, key: Path | None) -> None:
 
 def _host_and_port(text: str, option: str) -> Address:
     try:
-        address = parse_address(text)
+        address = parse_address(text, TCP_FORMS)
     except ValueError as error:
         raise WrongUsage.of(option, error) from None
     if address.socket_path is not None:
