@@ -53,6 +53,26 @@ def test_a_directory_that_is_kept_stays_when_the_next_program_begins(tmp_path: P
         assert (kept / "secret").read_text() == "KV"
 
 
+def test_a_directory_is_kept_on_a_disk_without_room_for_one_more_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the full disk ended the program, and its logs show that."""
+    opened = os.open
+
+    def full(path: str, flags: int, *more: int, **named: int) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return opened(path, flags, *more, **named)
+
+    scratch = Scratch("x-", tmp_path)
+    (scratch.path / "log").write_text("full")
+    with monkeypatch.context() as without_room:
+        without_room.setattr(os, "open", full)
+        scratch.keep()
+    with Scratch("x-", tmp_path):
+        assert (scratch.path / "log").read_text() == "full"
+
+
 def test_a_block_that_fails_leaves_nothing_and_follows_no_link(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "x-link").symlink_to(tmp_path / "other")

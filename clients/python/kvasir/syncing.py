@@ -8,6 +8,7 @@ import fcntl
 import glob
 import os
 import shutil
+import stat
 import statistics
 import tempfile
 import weakref
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 SHORT_ROOT = Path("/tmp")  # noqa: S108 - a socket's path must fit into a hundred bytes
-_KEPT = ".kept"
+_KEPT = stat.S_ISVTX  # of a directory's mode: a mark that needs no room on a disk
 _SUFFIX = "~"  # no name that a user chose is taken for one of a killed program, as PREFIX-20261130
 _FOLDER, _AT_ONCE = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, fcntl.LOCK_EX | fcntl.LOCK_NB
 _WRITES = 9
@@ -92,7 +93,7 @@ class Scratch:
 
     def keep(self) -> None:
         """The directory stays, also when the next program begins."""
-        (self.path / _KEPT).touch()
+        self.path.chmod(0o700 | _KEPT)
         self._end()
 
     def __enter__(self) -> Path:
@@ -121,7 +122,7 @@ def _made(prefix: str, directory: Path) -> tuple[Path, int]:
 
 
 def _removed(path: Path, descriptor: int) -> None:
-    if not (path / _KEPT).exists():
+    if not os.fstat(descriptor).st_mode & _KEPT:
         shutil.rmtree(path, ignore_errors=True)
     os.close(descriptor)
 
@@ -131,7 +132,8 @@ def _remove_unheld(path: Path) -> None:
     descriptor = os.open(path, _FOLDER)
     try:
         fcntl.flock(descriptor, _AT_ONCE)
-        if os.fstat(descriptor).st_uid == os.getuid() and not (path / _KEPT).exists():
+        found = os.fstat(descriptor)
+        if found.st_uid == os.getuid() and not found.st_mode & _KEPT:
             shutil.rmtree(path, ignore_errors=True)
     finally:
         os.close(descriptor)
