@@ -97,7 +97,7 @@ class KvBudget:
     def _checked(self, claimed_bytes: int, weights_bytes: int) -> int:
         needed, device = weights_bytes + (self._given_bytes or 0), Device(self._total_bytes, claimed_bytes)
         if needed > device.left_bytes:
-            named = "memory" if self._given_bytes is None else f"--memory-gib {self._given_bytes / GIB:g}"
+            named = "memory" if self._given_bytes is None else f"--memory-gib {self._given_bytes / GIB:.15g}"
             raise NoRoom(
                 f"{named}: {device.in_words}; the weights take {_gib(weights_bytes)}, and `kvasir doctor` shows "
                 "how many agents fit beside them",

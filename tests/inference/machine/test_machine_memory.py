@@ -67,6 +67,8 @@ def test_a_size_that_others_leave_no_room_for_is_refused_before_anything_is_load
         with closing(Claims(tmp_path)) as second:
             with pytest.raises(NoRoom, match=r"--memory-gib 4: .*10\.00 GiB, of which other engines here claim 7\.00"):
                 KvBudget(second, 10 * GIB, 4 * GIB, 0)
+            with pytest.raises(NoRoom, match="--memory-gib 1000000: "):
+                KvBudget(second, 10 * GIB, 1_000_000 * GIB, 0)
             with pytest.raises(NoRoom, match=r"weights take 3\.50, and"):
                 KvBudget(second, 10 * GIB, None, int(3.5 * GIB))
             assert KvBudget(second, 10 * GIB, 3 * GIB, 0).of(model(0.0)) == 3 * GIB
