@@ -10,6 +10,7 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 from kvasir.errors import (
+    Internal,
     InvalidArgument,
     KvasirError,
     PermissionDenied,
@@ -76,7 +77,7 @@ def http_status(error: KvasirError) -> int:
 def _message(error: KvasirError) -> str:
     """A client compacts its history where a refusal has the words of its own service: most of them read no code."""
     if error.reason not in _TOO_LONG or (error.field or "").endswith("max_tokens"):
-        return plain(error.message)
+        return plain(error)
     given, most = (error.metadata.get(name) for name in ("prompt_tokens", "context_tokens"))
     if given is None or most is None:
         return f"{error.message}: prompt is too long"
@@ -84,9 +85,11 @@ def _message(error: KvasirError) -> str:
     return f"{error.message}: prompt is too long: {given} tokens > {most} maximum; {maximum}"
 
 
-def plain(message: str) -> str:
-    """An error's message, without gRPC's own words for an engine that ended."""
-    return _NOBODY.sub("the engine does not answer: it may be starting again", message)
+def plain(error: KvasirError) -> str:
+    """An error's message, without gRPC's own words for an engine that ended. A refusal has a caller's words."""
+    if not isinstance(error, Unavailable | Internal):
+        return error.message
+    return _NOBODY.sub("the engine does not answer: it may be starting again", error.message)
 
 
 def openai(error: KvasirError, request_id: str) -> Refusal:

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from kvasir.errors import InvalidArgument, ResourceExhausted, Unavailable
+from kvasir.errors import InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from kvasir_gateway.anthropic_messages import MessagesRequest
 from kvasir_gateway.errors import api_of, malformed
 from kvasir_gateway.openai.chat import ChatRequest
@@ -118,6 +118,12 @@ def test_an_engine_that_is_away_is_tried_again_when_it_may_be_back(path: str) ->
     assert "starting again (agent 'ada': version 3 is kept)" in json.dumps(cut.body)
     assert "Stream removed" not in json.dumps(cut.body)
     assert "retry-after" not in api_of(path).shape(Unavailable("no model", reason="MODEL_NOT_LOADED"), "r").headers
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, OLLAMA])
+def test_a_refusal_repeats_a_name_that_has_grpcs_words(path: str) -> None:
+    refusal = api_of(path).shape(NotFound("model: 'Socket closed' is not one of 'kvasir-tiny'"), "r")
+    assert "model: 'Socket closed' is not one of 'kvasir-tiny'" in json.dumps(refusal.body)
 
 
 def test_retry_after_is_rounded_up_to_whole_seconds() -> None:

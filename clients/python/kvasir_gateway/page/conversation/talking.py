@@ -250,7 +250,7 @@ def _ended(started: pb.Started, finished: pb.Finished) -> dict[str, Any]:
 
 def _broken(error: KvasirError, _number: int) -> str:
     """A stream's last event, when it breaks."""
-    told = plain(error.message) if not isinstance(error, Internal) else "the reply ended by a fault; see the logs"
+    told = plain(error) if not isinstance(error, Internal) else "the reply ended by a fault; see the logs"
     return sse({"problem": told}, "refused")
 
 
