@@ -16,7 +16,6 @@ from inference_svc.engine.engine import Engine, TurnHandle
 from inference_svc.engine.mlx_thread import MlxThread
 from inference_svc.engine.scheduling.schedulable import DraftRules, Rules
 from inference_svc.kv.policy import PolicyRequest
-from inference_svc.model.model_info import ModelInfo
 from inference_svc.text.token_ids import SequenceState, TokenIds
 from kvasir_bench.arithmetic import Target
 from kvasir_bench.engine import link_rates
@@ -32,18 +31,8 @@ Row = Mapping[str, Any]  # with the keys of `keys.json`
 class MeasuredEngine(Engine):
     """An engine whose turns end only at `max_tokens`, for equal work, and whose cells can have another size."""
 
-    cell_tokens = 0  # 0: the engine's own
     longest_gap_s = Rules.longest_gap_s
-
-    @property
-    def model(self) -> ModelInfo:
-        info = super().model
-        return replace(info, stop_token_ids=(), cell_tokens=self.cell_tokens or info.cell_tokens)
-
-    @property
-    def end_token_ids(self) -> tuple[int, ...]:
-        """The model's own end tokens, for turns that must end as in real use."""
-        return super().model.stop_token_ids
+    end_token_ids: tuple[int, ...] = ()  # the model's own, for turns that must end as in real use
 
     @classmethod
     def opened(
@@ -66,7 +55,8 @@ class MeasuredEngine(Engine):
             drafts=DraftRules(most=0),  # equal work: one token in a step, but where a case sets it otherwise
         )
         assert isinstance(engine, MeasuredEngine)
-        engine.cell_tokens = cell_tokens
+        engine.end_token_ids, own_cell = engine.model.stop_token_ids, engine.model.cell_tokens
+        engine.model = replace(engine.model, stop_token_ids=(), cell_tokens=cell_tokens or own_cell)
         engine.longest_gap_s = longest_gap_s
         return engine
 
