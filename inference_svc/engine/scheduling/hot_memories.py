@@ -231,13 +231,13 @@ class HotMemories:
 
     def put(self, key: AgentKey, memory: ResidentMemory) -> None:
         self.drop(key)
+        self.begun.drop(key)
         self._expected.took_turn(key)
         self._memories[key] = memory
         self.ledger.resident_state_bytes += memory.state_bytes
 
     def drop(self, key: AgentKey) -> bool:
-        """Forget the key's memory, and the prefix of a cancelled turn; True if there was a memory."""
-        self.begun.drop(key)
+        """Forget the key's memory; True if there was one."""
         memory = self._memories.pop(key, None)
         if memory is None:
             return False

@@ -1,13 +1,36 @@
 """The prefix that a cancelled turn had prefilled serves any turn that begins alike. It goes before any memory."""
 
+import asyncio
 import contextlib
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from kvasir.errors import Cancelled
 
-from inference_svc.engine.api import Preempted, Prefilled, Priority, Started, Tokens
+from inference_svc.engine import api
+from inference_svc.engine.api import (
+    AgentKey,
+    Event,
+    Hot,
+    Preempted,
+    Prefilled,
+    Priority,
+    Started,
+    Tokens,
+    TurnPlan,
+)
+from inference_svc.engine.engine import TurnHandle
+from inference_svc.memory.agent_memory import AgentMemory, StoredFiles
+from inference_svc.memory.replaying import runs_of_turn
+from inference_svc.memory.service_stats import NamespaceCounters
+from inference_svc.text.prefix_matching import RememberedText
+from inference_svc.turns.asleep.sleeping import Sleeper
+from inference_svc.turns.progress import Progress, TurnTiming
 from tests.inference.engine.driving import Driver, Listener, driver_with_room_for, tokens_of
+from tests.inference.turns.test_turn_parts import memory, request
 
 pytestmark = pytest.mark.cells_of_a_block
 
@@ -101,3 +124,52 @@ def test_a_retry_in_the_background_gives_its_room_to_a_person(model_dir: Path, t
         cancelled(small, prompt, listener, **how)
         assert given_up[0].end().completion_tokens == 1
         assert listener.count(Preempted) == 1
+
+
+async def woken(driver: Driver, key: AgentKey, asleep: AgentMemory, cancelled_step: int = 0) -> list[int]:
+    """How many tokens each step of a wake began with. One may be cancelled behind its first cell."""
+    begun, steps = list[int](), 0
+
+    def submit(plan: TurnPlan, listener: api.Listener) -> TurnHandle:
+        nonlocal steps
+        steps += 1
+        ends_it = steps == cancelled_step
+
+        def heard(events: list[Event]) -> None:
+            begun.extend(event.cached_tokens for event in events if isinstance(event, Started))
+            if ends_it and any(isinstance(event, Prefilled) for event in events):
+                waking.get_loop().call_soon_threadsafe(waking.cancel)
+                handle.cancel()
+            listener(events)
+
+        handle = driver.engine.submit(plan, heard)
+        return handle
+
+    nothing: Any = None
+    parts: Any = SimpleNamespace(engine=SimpleNamespace(submit=submit, memories=driver.engine.memories))
+    turn = Progress(request(namespace=key.namespace), nothing, TurnTiming(0.0), NamespaceCounters())
+    waking = asyncio.create_task(Sleeper(parts)._computed(turn, key, asleep, borrows=True))
+    with contextlib.suppress(asyncio.CancelledError, Cancelled):
+        await waking
+    return begun
+
+
+@pytest.mark.parametrize("cancelled_step", [1, 2])
+def test_a_wake_that_a_caller_ended_goes_on_from_its_first_prompt(driver: Driver, cancelled_step: int) -> None:
+    key, prompt = driver.key(), tokens_of(520, 76 + cancelled_step)
+    first = driver.turn(prompt, key=key, max_tokens=3)
+    known = first.state.token_ids
+    second = driver.turn((*known, *tokens_of(260, 76)), Hot(len(known)), key, max_tokens=3)
+    runs = runs_of_turn((), 0, len(prompt), first.state.decoded_to)
+    runs = runs_of_turn(runs, second.cached_tokens, second.prompt_tokens, second.state.decoded_to)
+    text = "." * sum(second.state.token_chars)
+    transcript = RememberedText(text, second.state.token_ids, second.state.token_chars)
+    asleep = replace(memory(), transcript=transcript, files=StoredFiles(runs=runs))
+    files = driver.files(key)
+    driver.engine.memories.drop(key).result(60)
+    assert asyncio.run(woken(driver, key, asleep, cancelled_step))[0] == 0
+    assert not driver.engine.memories.drop(key).result(60), "half of a memory is none"
+    assert asyncio.run(woken(driver, key, asleep))[0] >= (256 if cancelled_step == 1 else 512)
+    assert driver.files(key) == files
+    driver.engine.memories.drop(key).result(60)
+    assert asyncio.run(woken(driver, key, asleep))[0] == 0, "the prefix went with the memory that followed"
