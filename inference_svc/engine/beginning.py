@@ -108,7 +108,7 @@ def prefix_left(sequence: Sequence) -> ResidentMemory | None:
     """
     kv, plan = sequence.kv, sequence.plan
     assert kv is not None
-    tokens = 0 if kv.states or plan.is_own else kv.start_before(sequence.cells.shareable)
+    tokens = 0 if kv.states or not sequence.leaves_prefix else kv.start_before(sequence.cells.shareable)
     chain = sequence.chain[: tokens // BLOCK_TOKENS]
     if not chain or tokens % BLOCK_TOKENS:
         return None

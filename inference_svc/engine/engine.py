@@ -117,9 +117,9 @@ class EngineMemories:
         """Forget the key's memory, once no turn of the key runs; True if there was one."""
         return self._when_idle(key, lambda worker: worker.memories.drop(key))
 
-    def drop_begun(self, key: api.AgentKey) -> "Future[None]":
-        """Forget what cancelled turns of the key have prefilled, and no memory."""
-        return self._thread.post(lambda worker: worker.memories.begun.drop(key))
+    def drop_begun(self, of: api.AgentKey | str) -> "Future[None]":
+        """Forget what cancelled turns of an agent, or of a namespace, have prefilled, and no memory."""
+        return self._thread.post(lambda worker: worker.room.drop_begun(of))
 
     def fork(self, source: api.AgentKey, target: api.AgentKey, tag: object = None) -> "Future[bool]":
         """Give `target` the memory of `source`, without its tag, once no turn of it runs. False if there is none.

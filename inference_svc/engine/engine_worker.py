@@ -138,7 +138,8 @@ class EngineWorker:
             self._runner.release_unused()
         # A turn that ended may have left room for another.
         has_worked = bool(decoding) or has_prefilled or has_settled or has_ended
-        if has_worked and not self._turns and (leaked := self.room.leaked_pages):
+        is_empty, held = not self._turns, self.memories.ledger.used_pages
+        if has_worked and is_empty and (leaked := held - len(self.memories.pages)):
             logger.error("kv.pages_leaked pages=%d", leaked)
         return has_worked
 

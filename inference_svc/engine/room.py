@@ -5,7 +5,7 @@ from collections.abc import Collection, Hashable
 from kvasir.errors import FailedPrecondition
 from kvasir.formats.block_hash import BLOCK_TOKENS
 
-from inference_svc.engine.api import Hot, HotMemoryGone, Restored
+from inference_svc.engine.api import AgentKey, Hot, HotMemoryGone, Restored
 from inference_svc.engine.beginning import MOST_REWIND_POINTS, Reuse, forked_for, reuse_of_memory
 from inference_svc.engine.files.swapping import most_file_bytes
 from inference_svc.engine.scheduling.hot_memories import HotMemories
@@ -40,11 +40,6 @@ class KvRoom:
         states = sum(turn.kv.state_bytes for turn in with_states if turn.kv is not None)
         return self.memories.ledger.used_bytes + states
 
-    @property
-    def leaked_pages(self) -> int:
-        """Pages in use that are no memory's. While no turn is open there must be none."""
-        return self.memories.ledger.used_pages - len(self.memories.pages)
-
     def take(self, sequence: Sequence, protected: Collection[Hashable] | None) -> tuple[Reuse, SequenceKV]:
         """Reserve room for a turn, dropping memories for it; returns what it begins with and its fork. Raises
         FailedPrecondition (HOT_MEMORY_GONE) if the memory that it was planned with is not there, or does not fit beside
@@ -67,6 +62,15 @@ class KvRoom:
         if sequence.reservation is not None:
             self.memories.ledger.release(sequence.reservation)
         sequence.reservation = None
+
+    def drop_begun(self, of: AgentKey | str) -> None:
+        """Drop what cancelled turns of an agent, or of a namespace, have prefilled. A cancel of those that are open
+        leaves nothing either.
+        """
+        self.memories.begun.drop(of)
+        for sequence in self._turns:
+            if of in (sequence.plan.key, sequence.namespace):
+                sequence.leaves_prefix = False
 
     def held_bytes(self, sequence: Sequence) -> int:
         return self.memories.ledger.reserved_bytes(sequence.reservation)

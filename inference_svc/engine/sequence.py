@@ -75,6 +75,7 @@ class Sequence:
         self.rewind_points: tuple[int, ...] = ()  # token counts to which a memory of a model with states can go back
         self.decoded_to = 0  # known once the turn has left its memory
         self.wants_cancel = False  # set from any thread
+        self.leaves_prefix = True  # to a retry, if it is cancelled
         # What it holds on the MLX thread.
         self.kv: SequenceKV | None = None
         self.arrival: Arrival | None = None  # of its KV, while it is loaded

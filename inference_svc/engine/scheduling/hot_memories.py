@@ -187,9 +187,10 @@ class BegunPrefixes:
                 self.drop(key)
         self._prefixes[agent or AgentKey(namespace, prefix.chain[-1])] = prefix
 
-    def drop(self, key: AgentKey) -> None:
-        if (prefix := self._prefixes.pop(key, None)) is not None:
-            prefix.kv.release()
+    def drop(self, of: AgentKey | str) -> None:
+        """Those of an agent, or of a namespace."""
+        for key in [key for key in self._prefixes if of in (key, key.namespace)]:
+            self._prefixes.pop(key).kv.release()
 
     def make_room(self, needed_bytes: int | None = None) -> None:
         """Drop prefixes until so many bytes are free, or all."""

@@ -144,8 +144,10 @@ class Lines:
                     pause_s = PAUSE_S
             except (errors.Unavailable, errors.DeadlineExceeded):
                 pause_s = PAUSE_S  # the store is away, or stops
-            except errors.KvasirError:
+            except errors.KvasirError as error:
                 pause_s = min(2 * pause_s, LEASE_TTL_S)  # the next answer is the same, most likely
+                if error.reason == "NAMESPACE_SEALED":  # perhaps its key was destroyed, so that nobody reads it again
+                    self._parts.engine.memories.drop_begun(self.namespace)
             except Exception:  # noqa: BLE001 - it has no reader but the log
                 _LOG.exception("lease.watch_failed", namespace=self.namespace)
             await asyncio.sleep(pause_s)
@@ -168,6 +170,7 @@ class Lines:
                 if self._is_hot(agent_id):
                     self.line(agent_id).moved(None)
             case EventsLost():
+                self._parts.engine.memories.drop_begun(self.namespace)  # agents may have been deleted
                 for line in self._lines.values():
                     line.lease.unverified()
             case _:

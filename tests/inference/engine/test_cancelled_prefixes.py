@@ -109,6 +109,27 @@ def test_a_cancelled_prefix_goes_with_its_agent_and_leaves_a_memory(driver: Driv
     assert driver.engine.memories.get(key) is not None
 
 
+@pytest.mark.parametrize("has_agent", [False, True])
+def test_a_namespace_gives_up_all_that_its_cancelled_turns_prefilled(driver: Driver, has_agent: bool) -> None:
+    prompt, key = tokens_of(300, 82 + has_agent), driver.key() if has_agent else None
+    cancelled(driver, prompt, Listener().cancel_at(Prefilled, 1), key=key)
+    driver.engine.memories.drop_begun("others").result(60)
+    assert driver.turn(prompt, namespace="tests", max_tokens=1).cached_tokens == 256
+    driver.engine.memories.drop_begun("tests").result(60)
+    assert driver.turn(prompt, namespace="tests", max_tokens=1).cached_tokens == 0
+
+
+@pytest.mark.parametrize("is_remembered", [False, True])
+@pytest.mark.parametrize("is_of_agent", [False, True])
+def test_nor_does_a_turn_leave_it_that_is_cancelled_afterwards(
+    driver: Driver, is_of_agent: bool, is_remembered: bool
+) -> None:
+    prompt, key = tokens_of(600, 84 + 2 * is_of_agent + is_remembered), driver.key()
+    listener = Listener().at(Prefilled, 1, lambda: driver.engine.memories.drop_begun(key if is_of_agent else "tests"))
+    cancelled(driver, prompt, listener.cancel_at(Prefilled, 2), key=key, is_remembered=is_remembered)
+    assert driver.turn(prompt, namespace="tests", max_tokens=1).cached_tokens == 0
+
+
 @pytest.mark.parametrize("is_retry", [False, True])
 def test_a_retry_in_the_background_gives_its_room_to_a_person(model_dir: Path, tmp_path: Path, is_retry: bool) -> None:
     """The prefix that it began with goes too."""

@@ -46,6 +46,7 @@ class Store:
         self.wanted: frozenset[str] = frozenset()
         self.answering = asyncio.Event()
         self.answering.set()
+        self.watched: list[errors.KvasirError] = []  # what a watch ends with
         self.connection = self.bulk = self.leases = self.events = self
 
     async def acquire(
@@ -77,6 +78,8 @@ class Store:
         return False
 
     async def watch(self) -> AsyncGenerator[StoreEvent, None]:
+        if self.watched:
+            raise self.watched.pop(0)
         await asyncio.Event().wait()
         yield EventsLost()
 
@@ -88,7 +91,7 @@ class Engine:
         self.memories = self
         self.model = SimpleNamespace(kv_identity_hash=KV)
         self.hot: dict[str, AgentMemory] = {}
-        self.forgotten = list[AgentKey]()
+        self.forgotten = list[AgentKey | str]()
 
     def sizes(self) -> dict[AgentKey, int]:
         return {AgentKey("default", agent): 1 for agent in self.hot}
@@ -99,8 +102,8 @@ class Engine:
     def drop(self, key: AgentKey) -> None:
         self.hot.pop(key.agent_id, None)
 
-    def drop_begun(self, key: AgentKey) -> None:
-        self.forgotten.append(key)
+    def drop_begun(self, of: AgentKey | str) -> None:
+        self.forgotten.append(of)
 
 
 class Lab:

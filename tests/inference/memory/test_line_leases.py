@@ -33,6 +33,8 @@ from inference_svc.text.prefix_matching import RememberedText
 from inference_svc.text.token_ids import TokenIds
 from tests.inference.memory.lease_lab import HEAD, HELD, KV, Lab, settle
 
+SEALED = errors.FailedPrecondition("its key was destroyed", reason="NAMESPACE_SEALED")
+
 
 def run(scenario: Callable[[Lab], Awaitable[None]]) -> None:
     async def bounded() -> None:
@@ -444,6 +446,25 @@ def test_each_deletion_is_reported() -> None:
     async def scenario(lab: Lab) -> None:
         lab.lines._happened(AgentGone("cold"))
         assert lab.deleted == lab.engine.forgotten == [AgentKey("default", "cold")]
+
+    run(scenario)
+
+
+def test_a_namespace_that_is_shut_or_lost_its_events_keeps_no_begun_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its key may have been destroyed, or any of its agents deleted. A store that is away says neither."""
+    refusals = [errors.Unavailable("away"), errors.PermissionDenied("no"), SEALED, SEALED]
+
+    async def scenario(lab: Lab) -> None:
+        for name in ("PAUSE_S", "LEASE_TTL_S"):
+            monkeypatch.setattr(lines, name, 0.0)
+        for count, refusal in enumerate(refusals, 1):
+            lab.store.watched = [refusal]
+            lab.lines.start()
+            await settle()
+            await lab.lines.close()
+            assert lab.engine.forgotten == ["default"] * max(0, count - 2)
+        lab.lines._happened(EventsLost())
+        assert len(lab.engine.forgotten) == 3
 
     run(scenario)
 
