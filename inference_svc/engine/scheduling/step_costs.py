@@ -2,13 +2,15 @@
 
 Pure: callers pass in the time. A token of a prompt costs more the deeper it lies, because it attends to more; so passes
 are remembered by how often their position doubles. A pass costs something whatever its tokens are: on a GPU 128 of them
-take half as long as 1,024. If tokens alone counted, a few short passes would make the next ones short for ever.
+take half as long as 1,024. If tokens alone counted, a few short passes would make the next ones short for ever. So they
+would if a depth knew short ones alone: lengths that it has not seen are taken from the nearest depth that has.
 """
 
 import math
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import chain, groupby
 from statistics import median, median_low
 
 _PLAIN_STEPS = 9  # that are remembered: a few slow ones among them change nothing
@@ -52,7 +54,7 @@ class StepCosts:
     def __init__(self) -> None:
         self._steps: deque[tuple[int, float]] = deque(maxlen=_PLAIN_STEPS)  # rows and seconds
         self._passes: dict[int, deque[tuple[int, float]]] = {}  # tokens and seconds, by the bits of their position
-        self._lines: dict[int, _PassLine] = {}  # through each of these
+        self._lines: dict[int, _PassLine] = {}  # by the bits of a position; those that know the newest pass
         self._load: tuple[int, float] | None = None  # files of the newest load, and its seconds
 
     @property
@@ -81,15 +83,14 @@ class StepCosts:
             self._load = size, took_s
         else:
             depth = position.bit_length()
-            passes = self._passes.setdefault(depth, deque(maxlen=_PASSES))
-            passes.append((size, took_s))
-            self._lines[depth] = _PassLine.through(passes)
+            self._passes.setdefault(depth, deque(maxlen=_PASSES)).append((size, took_s))
+            self._lines.clear()
 
     def tokens_within(self, seconds: float, position: int) -> int | None:
         """How many tokens a pass computes in so many seconds, the deepest from `position` on; None if that is not
         known.
         """
-        return self._lines[self._nearest(position)].tokens_within(seconds) if self._passes else None
+        return self._line(position.bit_length()).tokens_within(seconds) if self._passes else None
 
     def files_within(self, seconds: float) -> int | None:
         """How many files become KV in so many seconds; None if that is not known. One more than the last time if that
@@ -103,8 +104,14 @@ class StepCosts:
             return _within(seconds, took_s / files)
         return 2 * files if 2 * took_s < seconds else files + 1
 
-    def _nearest(self, position: int) -> int:
-        return min(self._passes, key=lambda known: abs(known - position.bit_length()))
+    def _line(self, depth: int) -> _PassLine:
+        if depth not in self._lines:
+            passes: dict[int, list[tuple[int, float]]] = {}  # by the bits of their tokens, all of one depth
+            for known in sorted(self._passes, key=lambda known: abs(known - depth)):
+                for bits, alike in groupby(sorted(self._passes[known]), lambda each: each[0].bit_length()):
+                    passes.setdefault(bits, list(alike))
+            self._lines[depth] = _PassLine.through([*chain.from_iterable(passes.values())])
+        return self._lines[depth]
 
 
 def _within(seconds: float, each_s: float) -> int:

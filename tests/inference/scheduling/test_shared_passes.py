@@ -220,3 +220,31 @@ def test_a_crowds_passes_stay_long_after_a_few_short_ones_were_slow() -> None:
         sizes.append(max(128, (costs.tokens_within(0.043, 1_024) or 0) // 128 * 128))
         costs.learn(1_024, sizes[-1], cell_s(sizes[-1]))
     assert sizes[-1] == 1_024
+
+
+def test_a_crowds_passes_do_not_stay_short_because_the_first_of_all_lengths_were_slow() -> None:
+    """As measured before and behind *ready*, with 4-bit weights: 27 ms and 22 us a token, but all short passes had
+    taken 57 to 69. Every pass of the crowd then had 128 tokens, at each depth for itself.
+    """
+    costs = StepCosts()
+    for position, tokens, took_s in (
+        (0, 2_048, 0.203),
+        (0, 300, 0.057),
+        (0, 128, 0.065),
+        (0, 192, 0.069),
+        (0, 256, 0.059),
+        (0, 2_048, 0.068),
+        (2_048, 1_931, 0.101),
+        (0, 1_931, 0.101),
+        (1_920, 139, 0.045),
+    ):
+        costs.learn(position, tokens, took_s)
+    sizes: list[int] = []
+    for _ in range(6):
+        position = 0
+        while position < CELL:
+            fits = (costs.tokens_within(0.043, position) or 0) // 256 * 256
+            sizes.append(min(max(128, fits), CELL - position))
+            costs.learn(position, sizes[-1], 0.027 + 22e-6 * sizes[-1])
+            position += sizes[-1]
+    assert sizes[-4:] == [512] * 4
