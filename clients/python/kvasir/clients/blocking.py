@@ -12,8 +12,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast, overload
 
 import grpc
 
-from kvasir.clients.aio.stall_limit import AioStallLimit
-from kvasir.errors import DeadlineExceeded
+from kvasir.clients.aio.stall_limit import AioStallLimit, no_progress
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -132,7 +131,7 @@ class BlockingStallLimit(AioStallLimit):
     async def __aexit__(self, *raised: Any) -> None:
         self._ended.set()
         if self._is_over and raised[1] is not None:
-            raise DeadlineExceeded(f"the transfer made no progress for {self._seconds:g} s") from None
+            raise no_progress(self._seconds) from None
 
     def _watch(self) -> None:
         while not self._ended.wait(max(self._until - time.monotonic(), 0.001)):

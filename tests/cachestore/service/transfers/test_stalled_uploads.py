@@ -53,6 +53,14 @@ def test_an_upload_that_stands_still_is_given_up(home: StoreHome, put: Put) -> N
         put(proxy.address, turn.new_blobs, STALL_S, lambda progress: _part_once_begun(proxy, progress))
 
 
+@pytest.mark.parametrize("put", [put, aio_put])
+def test_a_store_that_does_not_even_answer_which_blobs_it_lacks_is_given_up(home: StoreHome, put: Put) -> None:
+    with proxy_to(home.start().address) as proxy:
+        proxy.part()
+        with pytest.raises(DeadlineExceeded, match="made no progress"):
+            put(proxy.address, SyntheticAgent(TINY, 3).turn(256).new_blobs, 0.1, lambda _: None)
+
+
 def _part_once_begun(proxy: Proxy, progress: pb.TransferProgress) -> None:
     if progress.blobs_done:
         proxy.part()

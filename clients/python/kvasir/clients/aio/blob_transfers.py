@@ -10,10 +10,10 @@ import grpc.aio
 
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.clients.aio.service_client import AioServiceClient
-from kvasir.clients.aio.stall_limit import AioStallLimit
+from kvasir.clients.aio.stall_limit import AioStallLimit, no_progress
 from kvasir.clients.blob_memory import BlobMemory
 from kvasir.clients.store_client_transfers import SEVERAL, STREAMS, OnProgress, Upload, batches
-from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from kvasir.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from kvasir.formats.digest import Buffer, Digest
 from kvasir.formats.frame_messages import CarriedFrame
 from kvasir.formats.frames import FrameAssembler
@@ -62,8 +62,11 @@ class AioBlobTransfers(AioServiceClient):
         However long it takes, it is given up only after `stall_timeout_s` without progress: no frame was taken, and no
         blob acknowledged. Raises ResourceExhausted (quota, disk), InvalidArgument (bytes or header refused),
         Unavailable (cut too often), DeadlineExceeded (no progress)."""
-        upload = Upload(blobs, kind, await self.find_missing(list(blobs), timeout_s=stall_timeout_s), on_progress)
-        return await self.send_all(upload, stall_timeout_s=stall_timeout_s)
+        try:
+            missing = await self.find_missing(list(blobs), timeout_s=stall_timeout_s)
+        except DeadlineExceeded as error:
+            raise error if stall_timeout_s is None else no_progress(stall_timeout_s) from error
+        return await self.send_all(Upload(blobs, kind, missing, on_progress), stall_timeout_s=stall_timeout_s)
 
     async def send_all(self, upload: Upload, *, stall_timeout_s: float | None = None) -> pb.TransferProgress:
         """Send an upload's blobs. Raises as `put_blobs`."""

@@ -9,6 +9,10 @@ from kvasir.errors import DeadlineExceeded
 _Item = TypeVar("_Item")
 
 
+def no_progress(seconds: float | None) -> DeadlineExceeded:
+    return DeadlineExceeded(f"the transfer made no progress for {seconds:g} s")
+
+
 class AioStallLimit:
     """Ends its block with DeadlineExceeded when nothing has made progress in it for `seconds`; None: never."""
 
@@ -47,4 +51,4 @@ class AioStallLimit:
         try:
             await self._timeout.__aexit__(*raised)
         except TimeoutError:
-            raise DeadlineExceeded(f"the transfer made no progress for {self._seconds:g} s") from None
+            raise no_progress(self._seconds) from None
