@@ -34,12 +34,13 @@ from inference_svc.turns.progress import Progress, Stop, TurnPhase, is_guest
 from inference_svc.turns.prompts.texts import prompted, recalled_by, with_difference
 from inference_svc.turns.shortening import MemoryShortener
 from inference_svc.turns.taken_turns import TakenTurns
-from inference_svc.turns.turn_data import PromptInput, TurnRequest, TurnStarted, Warmed, Work
+from inference_svc.turns.turn_data import MessagesInput, PromptInput, TurnRequest, TurnStarted, Warmed, Work
 from inference_svc.turns.turn_ending import Retry, TurnEnding, retried, stopped
 from inference_svc.turns.turn_reporter import counted
 
 _LOG = structlog.get_logger(__name__)
 _MAX_SERVINGS = 4  # while a turn is planned, its agent may get a newer version: serve it from its beginning this often
+_TIMES_OF_APPEND = 8  # its agent's memory is no choice: a late answer is better than a refusal
 
 
 class _OvertakenError(Exception):
@@ -153,8 +154,10 @@ class TurnFlow:
 
     async def _recalled(self, turn: Progress, budget: Budget) -> Recollection:
         """Raises _OvertakenError: the newest memory may have come with a peer's turn, which has waited for it."""
-        key = turn.request.key
+        key, given = turn.request.key, turn.request.input
         takes = turn.request.work is not Work.WAKE
+        if isinstance(given, MessagesInput) and given.is_append:
+            budget = self._parts.budget(_TIMES_OF_APPEND)
         recollection = await self._parts.recall.of_turn(key, budget, extends=turn.request.extends, takes=takes)
         if key is not None and await self.taken.coming(key):
             raise _OvertakenError

@@ -298,7 +298,10 @@ class EngineLimits(Table):
         60.0, "The engine also ends the turns of a reader that reads no message for this long.", above=0
     )
     store_budget_ms: float = option(
-        250.0, "The most time that a turn waits for a store that makes no progress, in total.", least=0
+        250.0,
+        "The most time that a turn waits for a store that makes no progress, in total. A turn of append_messages "
+        "waits eight times as long to learn its agent's memory, without which it is refused.",
+        least=0,
     )
     store_wait_s: float = option(
         0.0,

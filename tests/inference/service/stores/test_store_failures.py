@@ -115,6 +115,17 @@ def test_an_agent_goes_on_from_hot_memory_without_its_store_and_is_stored_when_i
         eventually(lambda: store.get_agent("left alone").lines[0].version >= 3, 60)
 
 
+def test_a_turn_that_appends_waits_longer_than_others_for_a_store_that_is_late(strict: House) -> None:
+    """As when many turns begin at once on a busy machine."""
+    strict.store.freeze()
+    thaw = threading.Timer(0.6, strict.store.thaw)
+    thaw.start()
+    try:
+        assert ask(strict, "late").started.miss == pb.MISS_REASON_NEW_AGENT
+    finally:
+        thaw.join()
+
+
 @pytest.mark.long(5)
 def test_a_copy_has_the_newest_turn_or_is_refused_while_that_is_not_stored(house: House) -> None:
     conversation(house, "copied")
