@@ -88,12 +88,12 @@ class Servers:
     """All of them, for all sessions of a store. Its methods may be called from any thread."""
 
     def __init__(self, url: str) -> None:
-        """Raises InvalidArgument for what is no URL of PostgreSQL."""
+        """Raises InvalidArgument for what is no URL of PostgreSQL. It is not repeated: it may hold a password."""
         try:
             given = psycopg.conninfo.conninfo_to_dict(url)
         except psycopg.ProgrammingError:
-            words = "catalog: expected postgresql://USER@HOST/DATABASE"  # what was given may hold a password
-            raise InvalidArgument(words, field="catalog") from None
+            raise InvalidArgument.of("catalog", "expected postgresql://USER@HOST/DATABASE") from None
+        _check_given(given)
         ours = " ".join(f"-c {name}={value}" for name, value in _OF_SERVER.items())
         # The last word is the address's, but for the schema.
         options = f"{ours} {given.get('options', '')} -c search_path={SCHEMA}"
@@ -114,6 +114,21 @@ class Servers:
         Raises psycopg.OperationalError for a name that has none, and for lists of unlike lengths."""
         attempts = psycopg.conninfo.conninfo_attempts(self._settings)
         return [self._servers.setdefault(frozenset(each.items()), Server(each)) for each in attempts]
+
+
+def _check_given(given: Mapping[str, Any]) -> None:
+    """What libpq would refuse as it connects, and Python's own modules refuse in words of no server. Raises
+    InvalidArgument."""
+    try:
+        for host in str(given.get("host") or "").split(","):
+            if not host.startswith(("/", "@")):  # else it is a socket's directory
+                host.encode("idna")
+    except UnicodeError:
+        raise InvalidArgument.of("catalog", "expected a host's name, with a label between two dots") from None
+    try:
+        psycopg.conninfo.timeout_from_conninfo({**given})
+    except psycopg.ProgrammingError:
+        raise InvalidArgument.of("catalog", "expected connect_timeout in seconds") from None
 
 
 def _place_of(connection: "psycopg.Connection[Any]") -> tuple[str, str]:

@@ -645,6 +645,26 @@ def test_a_wrong_address_is_refused_and_not_repeated(text: str, why: str, tmp_pa
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
+        ("postgresql://some@some..where/kvasir", "catalog: expected a host's name"),
+        ("postgresql://some@127.0.0.1,some..where/kvasir", "catalog: expected a host's name"),
+        (f"postgresql://some@{'some' * 20}/kvasir", "catalog: expected a host's name"),
+        ("postgresql://some@127.0.0.1/kvasir?connect_timeout=some", "catalog: expected connect_timeout in seconds"),
+    ],
+)
+def test_an_address_that_no_server_could_have_is_refused_as_one(wrong: str, why: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=why) as refused:
+        Lab(tmp_path / "data", catalog=wrong).open()
+    assert refused.value.field == "catalog"
+    assert "some" not in refused.value.message
+
+
+def test_a_sockets_directory_may_have_a_long_name_and_dots() -> None:
+    Servers(f"postgresql://somebody@%2Ftmp%2F{'some' * 20}..d/kvasir")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
         ("postgresql://somebody@127.0.0.1:1/somewhere", "catalog: Connection refused"),
         ("postgresql://kvasir@somewhere.invalid/kvasir", "catalog: failed to resolve host …: "),
         ("somewhere", "catalog: FATAL: database … does not exist"),
