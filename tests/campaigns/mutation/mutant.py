@@ -45,8 +45,17 @@ class Mutant:
     def applied_to(self, source: str) -> ast.Module:
         """The tree with the fault. Raises VoidMutant."""
         tree = ast.parse(source)
+        self._break(lambda name: function_of(tree, name))
+        return tree
+
+    def function_in(self, source: str) -> ast.Module:
+        """The one function with the fault, far sooner read and compiled than its file. Raises VoidMutant."""
+        broken = self._break(lambda name: _function_alone(source, name))
+        return broken if isinstance(broken, ast.Module) else ast.Module([broken], [])  # type: ignore[list-item]
+
+    def _break(self, find: Callable[[str], ast.AST]) -> ast.AST:
         try:
-            function = function_of(tree, self.place.partition(":")[2])
+            function = find(self.place.partition(":")[2])
             before = ast.dump(function)
             for step in read_steps(self.steps):
                 step.apply(function)
@@ -54,8 +63,7 @@ class Mutant:
             raise VoidMutant(f"{self.what} ({self.place}): {error}") from error
         if ast.dump(function) == before:
             raise VoidMutant(f"{self.what} ({self.place}): nothing changes")
-        ast.fix_missing_locations(function)
-        return tree
+        return ast.fix_missing_locations(function)
 
     def row(self, noticed: str) -> str:
         return f"| {self.what} | `{self.place}` | {self.steps.replace('|', _BAR)} | {self.tests} | {noticed} |"
@@ -98,6 +106,22 @@ class Suite:
 @cache
 def _files_of(package: Path) -> Sequence[Path]:
     return list(package.rglob("*.py"))
+
+
+@cache
+def _parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+def _function_alone(source: str, name: str) -> ast.AST:
+    """A function or class of this qualified name, parsed anew. Raises VoidStep."""
+    found = function_of(_parsed(source), name)
+    if not isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return ast.parse(source)
+    first = min(node.lineno for node in (found, *found.decorator_list))
+    lines = "\n".join(source.split("\n")[first - 1 : found.end_lineno])
+    [alone] = ast.parse(f"if True:\n{lines}" if found.col_offset else lines).body
+    return alone.body[0] if isinstance(alone, ast.If) else alone
 
 
 def rows_of(table: str) -> list[Mutant]:

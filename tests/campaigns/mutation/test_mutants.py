@@ -22,7 +22,7 @@ def test_every_mutant_changes_one_place_of_todays_code_and_what_it_makes_is_pyth
     for mutant in suite.mutants:
         try:
             path = mutant.path_in(ROOT / suite.package)
-            compile(mutant.applied_to(path.read_text()), path, "exec")
+            compile(mutant.function_in(path.read_text()), path, "exec")
         except (VoidMutant, SyntaxError) as error:
             void.append(str(error))
     assert void == []
@@ -82,8 +82,10 @@ class House:
     ],
 )
 def test_a_step_changes_the_one_node_that_it_names(steps: str, old: str, new: str) -> None:
-    found = ast.unparse(Mutant("a guest is ignored", "house.py:House.enter", steps, "house").applied_to(_SOURCE))
-    assert found == ast.unparse(ast.parse(_SOURCE.replace(old, new)))
+    mutant = Mutant("a guest is ignored", "house.py:House.enter", steps, "house")
+    expected = ast.parse(_SOURCE.replace(old, new))
+    assert ast.unparse(mutant.applied_to(_SOURCE)) == ast.unparse(expected)
+    assert ast.unparse(mutant.function_in(_SOURCE)) == ast.unparse(expected.body[0].body[0])  # type: ignore[attr-defined]
 
 
 def test_a_lock_is_taken_away_by_unwrapping_it() -> None:
