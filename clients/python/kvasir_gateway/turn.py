@@ -175,6 +175,8 @@ class Lenient(BaseModel):
 
 Whole = Callable[[Asked, Reply], dict[str, Any]]
 
+_LINE_ENDS = "\x85\u2028\u2029"  # that JSON does not escape
+
 # Reasons that APIs tell apart; several of the engine's may become one.
 REASONS: Mapping[int, str] = {
     pb.FINISH_REASON_STOP: "stop",
@@ -194,13 +196,21 @@ def finish_reason(finished: pb.Finished, reasons: Mapping[int, str] = REASONS) -
 
 def sse(data: object, event: str = "") -> str:
     """One server-sent event."""
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    text = _in_one_line(data)
     return f"event: {event}\ndata: {text}\n\n" if event else f"data: {text}\n\n"
 
 
 def json_line(data: object) -> str:
     """One object of a stream whose lines are JSON."""
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":")) + "\n"
+    return _in_one_line(data) + "\n"
+
+
+def _in_one_line(data: object) -> str:
+    """As JSON, also for clients that end a line where Unicode does, as httpx."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    for end in _LINE_ENDS:
+        text = text.replace(end, f"\\u{ord(end):04x}")
+    return text
 
 
 def comment(text: str) -> str:

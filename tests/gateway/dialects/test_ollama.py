@@ -9,7 +9,7 @@ from kvasir.clients import Choice, Reply
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir_gateway.ollama import turns
 from kvasir_gateway.reading.tolerance import Reading
-from kvasir_gateway.turn import Asked, Said
+from kvasir_gateway.turn import Asked, Said, sse
 
 from tests.gateway.conftest import ENCODER, Front
 from tests.gateway.page.html_page import HTML
@@ -82,6 +82,16 @@ def test_a_stream_is_lines_that_say_what_the_whole_says_and_how_long_it_took(fro
 
 
 @pytest.mark.long(2)
+def test_an_event_is_one_line_also_for_clients_that_end_lines_where_unicode_does(front: Front) -> None:
+    """As httpx does, with which Ollama's own client reads."""
+    text = "a\u2028b\u2029c\x85d"
+    streamed = ask(front, GENERATE, stream=None, prompt="Repeat it.", format={"enum": [text]})
+    lines = [json.loads(line)["response"] for line in streamed.text.splitlines()]
+    assert json.loads("".join(lines)) == text
+    _, data, end = sse({"text": text}, "delta").splitlines()
+    assert (json.loads(data.removeprefix("data: ")), end) == ({"text": text}, "")
+
+
 def test_options_and_formats_are_applied(front: Front) -> None:
     red = [user("My favourite colour is red.")]
     assert told(front, CHAT, messages=red, format=COLOUR)["message"]["content"] == '{"colour": "red"}'
