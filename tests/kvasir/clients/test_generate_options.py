@@ -133,13 +133,28 @@ def test_two_lengths_and_unknown_names_are_refused() -> None:
             client.reply(prompt="x", max_token=3)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize(("given", "field"), [("prompt", "request"), ("append_messages", "append_messages[0]")])
+@pytest.mark.parametrize(("given", "field"), [("prompt", "prompt"), ("append_messages", "append_messages[0]")])
 def test_half_a_character_is_refused_in_plain_words(given: str, field: str) -> None:
     text = os.fsdecode(b"\xff")  # as a terminal's bytes reach a program
     asked = {given: text if given == "prompt" else [{"role": "user", "content": text}]}
     with InferenceClient.connect("127.0.0.1:1") as client, pytest.raises(InvalidArgument) as caught:
         client.reply(**asked)  # type: ignore[arg-type]
     assert caught.value.message == f"{field}: a text or a name is not valid UTF-8"
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"prompt": [-1]}, "prompt_token_ids"),
+        ({"prompt": "x", "sampling": {"seed": 1 << 64}}, "sampling"),
+        ({"prompt": "x", "sampling": {"nothing": 1}}, "sampling"),
+        ({"prompt": "x", "json_schema": {"enum": {1}}}, "request"),
+    ],
+)
+def test_a_value_that_a_message_cannot_hold_is_refused_with_its_field(given: dict[str, Any], field: str) -> None:
+    with InferenceClient.connect("127.0.0.1:1") as client, pytest.raises(InvalidArgument) as caught:
+        client.reply(**given)
+    assert caught.value.field == field
 
 
 def test_generate_and_reply_take_the_same_in_both_clients() -> None:

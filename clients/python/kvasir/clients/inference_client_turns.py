@@ -165,10 +165,12 @@ def turn_request(given: Input, options: GenerateOptions, request_id: str) -> pb.
     schema, regex = options.json_schema, options.regex
     if schema is not None and regex is not None:
         raise InvalidArgument.of("response_format", "expected json_schema or regex, got both")
+    with _refusing("sampling"):
+        sampling = options.to_proto_sampling()
     with _refusing():
         request = pb.GenerateRequest(
             request_id=request_id,
-            sampling=options.to_proto_sampling(),
+            sampling=sampling,
             template_settings=template_values(options.template_settings),
             json_schema=json.dumps(schema) if isinstance(schema, Mapping) else schema,  # type: ignore[arg-type]
             **{name: getattr(options, name) for name in _AS_GIVEN},  # None leaves a field out
@@ -245,12 +247,12 @@ def embed_request(
 
 
 @contextmanager
-def _refusing() -> Iterator[None]:
+def _refusing(field: str = "request") -> Iterator[None]:
     """Makes InvalidArgument of protobuf's refusals: values out of range, and text that is no UTF-8."""
     try:
         yield
     except (TypeError, ValueError) as error:
-        raise InvalidArgument.of("request", unheld(error)) from None
+        raise InvalidArgument.of(field, unheld(error)) from None
 
 
 def _inputs(given: Input) -> dict[str, Prompt | list[message_pb2.Message]]:
@@ -267,8 +269,8 @@ def _inputs(given: Input) -> dict[str, Prompt | list[message_pb2.Message]]:
 def _filled(request: _Request, inputs: Mapping[str, Any]) -> _Request:
     """The request with its inputs. Messages are copied once, and some at a time: to copy all of a long conversation
     would keep the interpreter from other threads."""
-    with _refusing():
-        for name, value in inputs.items():
+    for name, value in inputs.items():
+        with _refusing(name):
             if name == "prompt":
                 request.prompt = value
             elif name == "prompt_token_ids":

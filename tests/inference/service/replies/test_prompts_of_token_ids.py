@@ -97,4 +97,4 @@ def test_tokens_that_are_none_are_refused_by_name(client: InferenceClient, new_a
     assert tools.value.field == "tools"
     with pytest.raises(errors.InvalidArgument) as minus:
         client.reply(prompt=[-1])
-    assert minus.value.field == "request"
+    assert minus.value.field == "prompt_token_ids"
