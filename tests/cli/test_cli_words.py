@@ -182,6 +182,11 @@ REFUSED: dict[str, tuple[tuple[str, ...], int, str]] = {
     "a version that is none": (("agents", "rollback", "ada", str(1 << 63)), 2, "is larger than"),
     "a label that is none": (("agents", "label", "ada", "red"), 2, "label: expected KEY=VALUE, got 'red'"),
     "an agent without a name": (("chat", "", "--once", "hello"), 2, "AGENT: the name is empty"),
+    "an endless reply": (
+        ("chat", "ada", "--once", "x", "--max-tokens", "99999999999"),
+        2,
+        "'--max-tokens': Input should",
+    ),
     "words without --once": (("chat", "ada", "What is my name?"), 2, "the message comes after --once"),
     "a page without a gateway": (("open",), 3, " up -d` starts one.\n"),
     "a late option": (("agents", "ls", "--home", "/tmp/x"), 2, "before the command: kvasir --home … agents ls"),

@@ -51,7 +51,7 @@ class ChatOptions:
     """How the agent is addressed, and how it replies."""
 
     system: Annotated[str, option("The system message of a new agent.")] = ""
-    max_tokens: Annotated[int, option("Longest reply.", min=1)] = 512
+    max_tokens: Annotated[int, option("Longest reply.", min=1, max=1 << 24)] = 512
     on_full: Annotated[
         OnFullPolicy | None,
         option("What to do when the memory is full. Default: as the agent's label kvasir.on_full says."),
