@@ -234,7 +234,9 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The turn begins with `cached_tokens` reused tokens. `is_shared`: of another turn or memory than planned."""
+    """The turn begins with `cached_tokens` reused tokens. `is_shared`: of another turn or memory than planned. Else
+    they may be more than planned: those behind all of the planned memory were computed by a turn that was cancelled.
+    """
 
     cached_tokens: int
     is_shared: bool = False

@@ -10,7 +10,7 @@ from kvasir.formats.layer_groups import first_touched_block
 from inference_svc.engine.api import HotMemoryGone, Priority, Restored
 from inference_svc.engine.files.incoming import ArrivingFiles, Incoming
 from inference_svc.engine.sampling import Sampler
-from inference_svc.engine.scheduling.hot_memories import ResidentMemory
+from inference_svc.engine.scheduling.hot_memories import BegunPrefix, ResidentMemory
 from inference_svc.engine.sequence import Sequence
 from inference_svc.kv.kv_load import KvLoad
 from inference_svc.kv.sequence_kv import SequenceKV
@@ -18,6 +18,7 @@ from inference_svc.kv.tensor_files import CheckedFile, FileChecks, check_files, 
 from inference_svc.model.embedding.hidden_rows import HiddenRows
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
+from inference_svc.text.prefix_matching import common_prefix_length
 from inference_svc.text.token_ids import SequenceState, TokenIds
 
 # At the turn's beginning, its prompt and its end, and one more after a turn that generated nothing.
@@ -33,6 +34,7 @@ class Reuse:
     chain: collections.abc.Sequence[str] = ()
     shareable_tokens: int = 0
     is_shared: bool = False  # another turn or memory of the namespace gave it, and it is all that the turn reuses
+    memory: ResidentMemory | None = None  # the agent's own, if all of it is reused
 
 
 def reuse_of_memory(sequence: Sequence, memory: ResidentMemory | None) -> Reuse:
@@ -40,7 +42,17 @@ def reuse_of_memory(sequence: Sequence, memory: ResidentMemory | None) -> Reuse:
     keep = memory.kv.start_before(sequence.reusable_tokens) if memory is not None else 0
     if memory is None or not _begins_with(memory.state.token_ids, sequence.plan.token_ids, keep):
         raise HotMemoryGone
-    return Reuse(memory.kv, keep, memory.chain, memory.state.shareable_tokens)
+    whole = memory if keep == memory.kv.length else None
+    return Reuse(memory.kv, keep, memory.chain, memory.state.shareable_tokens, memory=whole)
+
+
+def reuse_behind(sequence: Sequence, own: Reuse, prefix: BegunPrefix | None) -> Reuse | None:
+    """What a cancelled turn of the agent has prefilled behind the same memory: the rows that this one would compute."""
+    if prefix is None:
+        return None
+    blocks = min((sequence.cells.prompt_tokens - 1) // BLOCK_TOKENS, common_prefix_length(sequence.chain, prefix.chain))
+    tokens, shareable = blocks * BLOCK_TOKENS, prefix.state.shareable_tokens
+    return Reuse(prefix.kv, tokens, sequence.chain, shareable, memory=own.memory) if tokens > own.tokens else None
 
 
 def forked_for(sequence: Sequence, reuse: Reuse) -> SequenceKV:
@@ -73,7 +85,7 @@ def begin(sequence: Sequence, reuse: Reuse, forked: SequenceKV, model: ModelInfo
     if isinstance(sequence.plan.reuse, Restored) and not reuse.is_shared:
         sequence.arrives(_RestoredKV(sequence, sequence.plan.reuse, forked, model))
         return
-    sequence.kv = forked
+    sequence.kv, sequence.extended = forked, reuse.memory
     if reuse.tokens:
         mark(forked)  # a window may go on from where none was
     sequence.known_chain = tuple(reuse.chain[: reuse.tokens // BLOCK_TOKENS])
@@ -102,18 +114,25 @@ def memory_left(sequence: Sequence, runner: ModelRunner, kv_identity_hash: str) 
     return ResidentMemory(kv, sequence.state(), chain, priority=priority)
 
 
-def prefix_left(sequence: Sequence) -> ResidentMemory | None:
-    """The whole blocks of its prompt that a cancelled turn has prefilled, for a retry. An agent's memory stays as it
-    was.
+def prefix_left(sequence: Sequence, hot: ResidentMemory | None) -> BegunPrefix | None:
+    """The whole blocks of its prompt that a cancelled turn has prefilled, for a retry. `hot`: the agent's memory, which
+    stays as it was. Behind all of it the rows serve its agent alone: no cold turn would compute their bits.
     """
-    kv, plan = sequence.kv, sequence.plan
+    kv, plan, cells, memory = sequence.kv, sequence.plan, sequence.cells, None
     assert kv is not None
-    tokens = 0 if kv.states or not sequence.leaves_prefix else kv.start_before(sequence.cells.shareable)
+    tokens = 0 if kv.states or not sequence.leaves_prefix else kv.start_before(cells.shareable)
+    own = min(cells.computed, cells.prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    is_behind = hot is not None and sequence.extended is hot and own > hot.kv.length
+    # With windows, the agent's next memory could not go back to where this one ends.
+    if is_behind and sequence.leaves_prefix and not kv.has_rewind_points:
+        memory, tokens = hot, own
     chain = sequence.chain[: tokens // BLOCK_TOKENS]
     if not chain or tokens % BLOCK_TOKENS:
         return None
     kv.trim_to(tokens)
-    return ResidentMemory(kv, SequenceState(plan.token_ids[:tokens], plan.token_chars[:tokens], tokens), chain)
+    shareable = min(cells.shareable, tokens)
+    state = SequenceState(plan.token_ids[:tokens], plan.token_chars[:tokens], shareable)
+    return BegunPrefix(kv, state, chain, memory=memory)
 
 
 class _RestoredKV:

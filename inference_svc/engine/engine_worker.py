@@ -345,12 +345,14 @@ class EngineWorker:
             sequence.arrival.load.release()
             sequence.arrival = None
         if kv is not None and failure is not None:
-            prefix = prefix_left(sequence) if isinstance(failure, Cancelled) and kv not in self._decoder.batch else None
+            prefix, key = None, sequence.plan.key
+            if isinstance(failure, Cancelled) and kv not in self._decoder.batch:
+                prefix = prefix_left(sequence, self.memories.get(key))
             if prefix is None or sequence.namespace is None:
                 kv.release()
             else:
-                self.memories.begun.keep(sequence.namespace, sequence.plan.key, prefix)
-        sequence.kv = None
+                self.memories.begun.keep(sequence.namespace, key, prefix)
+        sequence.kv = sequence.extended = None
         self.room.give_up(sequence)
         self._scheduler.remove(sequence)
         self._emit(sequence)

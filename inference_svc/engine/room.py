@@ -6,7 +6,7 @@ from kvasir.errors import FailedPrecondition
 from kvasir.formats.block_hash import BLOCK_TOKENS
 
 from inference_svc.engine.api import AgentKey, Hot, HotMemoryGone, Restored
-from inference_svc.engine.beginning import MOST_REWIND_POINTS, Reuse, forked_for, reuse_of_memory
+from inference_svc.engine.beginning import MOST_REWIND_POINTS, Reuse, forked_for, reuse_behind, reuse_of_memory
 from inference_svc.engine.files.swapping import most_file_bytes
 from inference_svc.engine.scheduling.hot_memories import HotMemories
 from inference_svc.engine.scheduling.memory_ledger import Reservation
@@ -116,13 +116,14 @@ class KvRoom:
         return not more or held + more <= self.total_bytes // _UNSTORED_PART
 
     def _reuses(self, sequence: Sequence) -> list[Reuse]:
-        """What the turn may begin with, best first: a prefix that saves more than its plan, its hot memory, nothing."""
+        """What the turn may begin with, best first: prefixes that save more than its plan, its hot memory, nothing."""
         if sequence.swapped is not None:
             return [self._nothing()]
         is_hot = isinstance(sequence.plan.reuse, Hot)
         own = reuse_of_memory(sequence, self.memories.get(sequence.plan.key)) if is_hot else self._nothing()
-        prefix = self._prefix_of(sequence)
-        return [own] if prefix is None else [prefix, own]
+        behind = reuse_behind(sequence, own, self.memories.begun.behind(own.memory))
+        prefixes = [each for each in (behind, self._prefix_of(sequence)) if each is not None]
+        return [*sorted(prefixes, key=lambda each: -each.tokens), own]
 
     def _prefix_of(self, sequence: Sequence) -> Reuse | None:
         """What another turn or memory holds of the turn's prompt, all of it shareable: the bits that the turn would

@@ -12,6 +12,7 @@ from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
 from inference_svc.engine import api
 from inference_svc.engine.grid import Cells
 from inference_svc.engine.reply_text import ReplyText
+from inference_svc.engine.scheduling.hot_memories import ResidentMemory
 from inference_svc.engine.scheduling.memory_ledger import Reservation
 from inference_svc.engine.scheduling.schedulable import ScheduleRecord, Status
 from inference_svc.formats.grammars import GrammarMatcher
@@ -84,6 +85,7 @@ class Sequence:
         self.hidden: HiddenRows | None = None  # of a turn that makes an embedding
         self.known_chain: tuple[str, ...] = ()  # chain hashes of the first full blocks of its KV
         self.reservation: Reservation | None = None
+        self.extended: ResidentMemory | None = None  # the agent's own, if it began with all of it
         self.swapped: SwappedOut | None = None  # while it is preempted
         self._stage = Status.WAITING  # PREFILLING also while it decodes
         self._was_preempted = False

@@ -17,6 +17,8 @@ from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from kvasir.formats.block_hash import BLOCK_TOKENS
+
 from inference_svc.engine.api import AgentKey, Priority
 from inference_svc.engine.scheduling.memory_ledger import MemoryLedger, Reservation
 from inference_svc.kv.pages.page_allocator import PageAllocator
@@ -65,6 +67,13 @@ class ResidentMemory:
     def __post_init__(self) -> None:
         # Counted once: other threads ask while pages may be given back.
         self.page_count, self.state_bytes = sum(1 for _ in self.kv.pages), self.kv.state_bytes
+
+
+@dataclass(eq=False)
+class BegunPrefix(ResidentMemory):
+    """What a cancelled turn had prefilled. All of it serves whoever goes on from `memory`, its begin any turn."""
+
+    memory: ResidentMemory | None = None
 
 
 @dataclass
@@ -169,27 +178,33 @@ class BegunPrefixes:
     """
 
     def __init__(self, ledger: MemoryLedger) -> None:
-        self._prefixes: dict[AgentKey, ResidentMemory] = {}  # the oldest first
+        self._prefixes: dict[AgentKey, BegunPrefix] = {}  # the oldest first
         self._ledger = ledger
 
     @property
-    def all(self) -> list[ResidentMemory]:
+    def all(self) -> list[BegunPrefix]:
         return [*self._prefixes.values()]
 
-    def of_namespace(self, namespace: str | None) -> list[ResidentMemory]:
+    def of_namespace(self, namespace: str | None) -> list[BegunPrefix]:
         return [prefix for key, prefix in self._prefixes.items() if key.namespace == namespace]
 
-    def keep(self, namespace: str, agent: AgentKey | None, prefix: ResidentMemory) -> None:
-        """Instead of the agent's last one, and of those within it."""
+    def behind(self, memory: ResidentMemory | None) -> BegunPrefix | None:
+        """What a turn had prefilled behind all of this memory."""
+        found = (prefix for prefix in self._prefixes.values() if prefix.memory is memory)
+        return next(found, None) if memory is not None else None
+
+    def keep(self, namespace: str, agent: AgentKey | None, prefix: BegunPrefix) -> None:
+        """Instead of the agent's last one, and of those within what it shares."""
+        shared = prefix.chain[: prefix.state.shareable_tokens // BLOCK_TOKENS]
         for key, other in [*self._prefixes.items()]:
-            is_within = other.chain == prefix.chain[: len(other.chain)]
+            is_within = other.chain == shared[: len(other.chain)]
             if key == agent or (key.namespace == namespace and is_within):
                 self.drop(key)
         self._prefixes[agent or AgentKey(namespace, prefix.chain[-1])] = prefix
 
-    def drop(self, of: AgentKey | str) -> None:
-        """Those of an agent, or of a namespace."""
-        for key in [key for key in self._prefixes if of in (key, key.namespace)]:
+    def drop(self, of: AgentKey | str | ResidentMemory) -> None:
+        """Those of an agent, or of a namespace, or behind a memory."""
+        for key in [key for key, each in self._prefixes.items() if of in (key, key.namespace, each.memory)]:
             self._prefixes.pop(key).kv.release()
 
     def make_room(self, needed_bytes: int | None = None) -> None:
@@ -242,6 +257,7 @@ class HotMemories:
         memory = self._memories.pop(key, None)
         if memory is None:
             return False
+        self.begun.drop(memory)
         memory.kv.release()
         self.ledger.resident_state_bytes -= memory.state_bytes
         return True

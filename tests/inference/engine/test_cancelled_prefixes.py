@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -194,3 +195,88 @@ def test_a_wake_that_a_caller_ended_goes_on_from_its_first_prompt(driver: Driver
     assert driver.files(key) == files
     driver.engine.memories.drop(key).result(60)
     assert asyncio.run(woken(driver, key, asleep))[0] == 0, "the prefix went with the memory that followed"
+
+
+@pytest.fixture
+def talked(driver: Driver) -> tuple[AgentKey, AgentKey, tuple[int, ...]]:
+    """An agent, its twin, and what both remember."""
+    key, state = driver.remember(400, 90)
+    return key, driver.fork(key), tuple(state.token_ids)
+
+
+@pytest.mark.parametrize("kind", [Prefilled, Tokens])
+@pytest.mark.parametrize("same_tokens", [600, 300])
+def test_a_retry_behind_a_memory_goes_on_where_the_cancelled_turn_was(
+    driver: Driver, talked: tuple[AgentKey, AgentKey, tuple[int, ...]], kind: type[Prefilled | Tokens], same_tokens: int
+) -> None:
+    """As far as its prompt is the same, with the bytes of a turn that was never cancelled."""
+    key, twin, known = talked
+    said, otherwise = tokens_of(600, 91), tokens_of(300, 92)
+    cancelled(driver, (*known, *said), Listener().cancel_at(kind, 1), reuse=Hot(400), key=key)
+    prompt = (*known, *said[:same_tokens], *otherwise[: 600 - same_tokens])
+    again, straight = (driver.turn(prompt, Hot(400), each, namespace="tests") for each in (key, twin))
+    most = 512 if same_tokens == 300 else 768
+    assert again.cached_tokens in ((512, most) if kind is Prefilled else (most,))  # a cell more may run meanwhile
+    assert straight.cached_tokens == 400
+    assert driver.reply(again) == driver.reply(straight)
+    assert again.state == straight.state
+    assert driver.files(key) == driver.files(twin)
+
+
+def test_each_retry_behind_a_memory_comes_further(
+    driver: Driver, talked: tuple[AgentKey, AgentKey, tuple[int, ...]]
+) -> None:
+    key, twin, known = talked
+    prompt, begun = (*known, *tokens_of(900, 93)), []
+    for _ in range(3):
+        listener = Listener().cancel_at(Prefilled, 1)
+        cancelled(driver, prompt, listener, reuse=Hot(400), key=key)
+        begun += [event.cached_tokens for event in listener.events if isinstance(event, Started)]
+    assert begun[0] == 400 < begun[1] < begun[2]
+    other = driver.turn(prompt, Hot(400), twin, namespace="tests")
+    assert other.cached_tokens == 400, "its memory is another, though equal"
+    again = driver.turn(prompt, Hot(400), key, namespace="tests")
+    assert (again.state, driver.files(key)) == (other.state, driver.files(twin))
+
+
+def test_nothing_is_kept_behind_a_part_of_a_memory_or_behind_one_that_went(
+    driver: Driver, talked: tuple[AgentKey, AgentKey, tuple[int, ...]]
+) -> None:
+    key, twin, known = talked
+    prompt = (*known[:390], *tokens_of(600, 94))
+    cancelled(driver, prompt, Listener().cancel_at(Prefilled, 3), reuse=Hot(390), key=key)
+    assert driver.turn(prompt, Hot(390), key, namespace="tests", is_remembered=False, max_tokens=1).cached_tokens == 390
+    used = driver.engine.memory_used_bytes
+    prompt = (*known, *tokens_of(600, 95))
+    cancelled(driver, prompt, Listener().cancel_at(Prefilled, 2), reuse=Hot(400), key=key)
+    assert driver.engine.memory_used_bytes > used
+    driver.engine.memories.drop(key).result(60)
+    driver.turn(prompt, Hot(400), twin, namespace="tests", is_remembered=False, max_tokens=1)
+    assert driver.engine.memory_used_bytes == used, "the twin has the memory's pages"
+
+
+def test_rows_of_one_agent_take_no_place_from_shared_ones(
+    driver: Driver, talked: tuple[AgentKey, AgentKey, tuple[int, ...]]
+) -> None:
+    key, _, known = talked
+    prompt = (*known, *tokens_of(600, 96))
+    cancelled(driver, prompt[:600], Listener().cancel_at(Tokens, 1))
+    cancelled(driver, prompt, Listener().cancel_at(Tokens, 1), reuse=Hot(400), key=key)
+    assert driver.turn(prompt, namespace="tests", max_tokens=1).cached_tokens == 512
+    assert driver.turn(prompt, Hot(400), key, namespace="tests", max_tokens=1).cached_tokens == 768
+
+
+def test_a_memory_with_windows_can_still_go_back_to_where_the_one_before_it_ended(
+    family: Callable[[str], Driver],
+) -> None:
+    """A retry that began behind that would leave none of the window's rows there."""
+    driver = family("gemma3")
+    key, state = driver.remember(400, 97)
+    twin, prompt = driver.fork(key), (*state.token_ids, *tokens_of(600, 98))
+    cancelled(driver, prompt, Listener().cancel_at(Tokens, 1), reuse=Hot(400), key=key)
+    for each in (key, twin):
+        driver.turn(prompt, Hot(400), each, namespace="tests", max_tokens=3)
+    edited = (*state.token_ids, *tokens_of(300, 99))
+    again, straight = (driver.turn(edited, Hot(400), each, max_tokens=3) for each in (key, twin))
+    assert again.cached_tokens == straight.cached_tokens == 400
+    assert driver.files(key) == driver.files(twin)

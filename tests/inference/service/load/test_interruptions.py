@@ -52,6 +52,31 @@ def test_closing_the_stream_frees_the_row_and_the_agent_remembers_its_last_whole
     assert after_cut.started.source == pb.CACHE_SOURCE_HOT
 
 
+@pytest.mark.long(4)
+def test_a_retry_of_a_second_turn_stores_the_bytes_of_one_that_was_never_cancelled(
+    house: House, client: InferenceClient, new_agent: Callable[[], str]
+) -> None:
+    """The blocks that the cancelled turn had computed are none of the memory before it: the retry sends them. The proof
+    of falling asleep computes them once more, by what the manifest says of them.
+    """
+    agent, twin = new_agent(), new_agent()
+    message = by_user("Every door has a key, and the seventh key is missing since the flood. " * 40)
+    for name in (agent, twin):
+        client.reply(agent_id=name, messages=by_user("I keep bees on the roof."), sampling=GREEDY)
+    events = client.generate(agent_id=agent, append_messages=message, sampling=LONG)
+    while next(events).WhichOneof("event") != "delta":
+        pass
+    events.close()
+    again, straight = (client.reply(agent_id=name, append_messages=message, sampling=GREEDY) for name in (agent, twin))
+    assert again.started.cached_tokens > straight.started.cached_tokens + 256
+    assert again.token_ids == straight.token_ids
+    with house.store_client() as store:
+        one, other = (manifest.parse(store.get_snapshot(name)[1]) for name in (agent, twin))
+    assert (one.blocks, one.tail, one.computed) == (other.blocks, other.tail, other.computed)
+    assert one.shareable_tokens == other.shareable_tokens
+    client.sleep(agent)
+
+
 def test_a_deadline_frees_the_row_too_and_says_what_was_kept(
     client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:
