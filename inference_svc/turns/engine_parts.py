@@ -68,8 +68,8 @@ class EngineParts:
         else:
             self.engine.memories.tag(key, memory)
 
-    def budget(self, times: float = 1.0) -> Budget:
-        return Budget(times * self.limits.store_budget_s, self.limits.store_min_bytes_per_s, self.clock)
+    def budget(self) -> Budget:
+        return Budget(self.limits.store_budget_s, self.limits.store_min_bytes_per_s, self.clock)
 
     def outbox(self, choices: int = 1) -> Outbox:
         return Outbox(self.limits.reader, self.clock, choices)

@@ -156,9 +156,9 @@ class TurnFlow:
         """Raises _OvertakenError: the newest memory may have come with a peer's turn, which has waited for it."""
         key, given = turn.request.key, turn.request.input
         takes = turn.request.work is not Work.WAKE
-        if isinstance(given, MessagesInput) and given.is_append:
-            budget = self._parts.budget(_TIMES_OF_APPEND)
-        recollection = await self._parts.recall.of_turn(key, budget, extends=turn.request.extends, takes=takes)
+        is_append = isinstance(given, MessagesInput) and given.is_append
+        with budget.longer(_TIMES_OF_APPEND) if is_append else contextlib.nullcontext():
+            recollection = await self._parts.recall.of_turn(key, budget, extends=turn.request.extends, takes=takes)
         if key is not None and await self.taken.coming(key):
             raise _OvertakenError
         return recollection

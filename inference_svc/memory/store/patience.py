@@ -32,6 +32,16 @@ class Budget:
         self._allowed_s += received_bytes / self._min_bytes_per_s
 
     @contextlib.contextmanager
+    def longer(self, times: int) -> Iterator[None]:
+        """For the block it is so many times as long. The time of the block is no loss for the rest."""
+        allowed_s, before_s = self._allowed_s, self.spent_s
+        self._allowed_s = before_s + times * self.seconds
+        try:
+            yield
+        finally:
+            self._allowed_s = allowed_s + self.spent_s - before_s
+
+    @contextlib.contextmanager
     def spending(self) -> Iterator[None]:
         """Count the time of the block, even if it fails."""
         began = self._clock()

@@ -28,6 +28,7 @@ from tests.running.system_fixtures import House
 from tools.kvasir_tiny.words import Dice
 
 BUDGET_S = 0.25
+_TIMES_OF_APPEND = 8  # of the budget: it is refused without its agent's memory
 KINDS = ("outage", "blip", "hang", "delay", "slow", "truncate", "flip", "disk")
 # Room for about two memories: what was not used last is read from the store.
 _OPTIONS = ("--store-budget-ms", "250", "--commit-wait-s", "0.5", "--memory-gib", "0.0018")
@@ -48,6 +49,7 @@ class Trial:
     is_hot: bool
     record: TurnRecord
     undisturbed: "asyncio.Task[Alone]"
+    is_append: bool = False
 
 
 @dataclass
@@ -145,7 +147,7 @@ class Campaign:
 
     async def _ask(self, trial: Trial) -> Reply | None:
         """The disturbed turn. Only what is appended to a memory that cannot be read may be refused."""
-        is_append = self._dice.chance(0.15)
+        is_append = trial.is_append = self._dice.chance(0.15)
         given = {"append_messages": trial.messages[-1:]} if is_append else {"messages": trial.messages}
         try:
             return await self._client.reply(
@@ -170,7 +172,8 @@ class Campaign:
         if foreign := self._canaries.foreign(trial.name, record.text):
             findings.problems.append(f"{trial.name} {trial.fault}: words of others: {foreign}")
         restore_s = reply.finished.timings.restore.ToTimedelta().total_seconds()
-        (findings.lost_s if was_met else findings.usual_s).append(restore_s)
+        share_s = restore_s / _TIMES_OF_APPEND if trial.is_append and restore_s > BUDGET_S else restore_s
+        (findings.lost_s if was_met else findings.usual_s).append(share_s)
         findings.counts[f"{record.source} {record.miss}".strip()] += 1
 
     def _damage(self, name: str) -> None:

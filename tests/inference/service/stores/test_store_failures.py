@@ -121,9 +121,11 @@ def test_a_turn_that_appends_waits_longer_than_others_for_a_store_that_is_late(s
     thaw = threading.Timer(0.6, strict.store.thaw)
     thaw.start()
     try:
-        assert ask(strict, "late").started.miss == pb.MISS_REASON_NEW_AGENT
+        reply = ask(strict, "late")
     finally:
         thaw.join()
+    assert reply.started.miss == pb.MISS_REASON_NEW_AGENT
+    assert reply.finished.timings.restore.ToMilliseconds() > 250, "the wait is counted"
 
 
 @pytest.mark.long(5)
