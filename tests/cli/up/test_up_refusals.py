@@ -86,6 +86,16 @@ def test_an_option_that_takes_no_socket_offers_none(option: str, tmp_path: Path)
     assert refused["message"] == f"{option}: 'localhost': expected host:port or [v6 address]:port"
 
 
+@pytest.mark.parametrize("name", ["a%20b", "x" * 100], ids=["percent", "long"])
+@pytest.mark.parametrize("words", [("up",), ("status",), ("chat", "ada", "--once", "x")], ids=["up", "status", "chat"])
+def test_a_home_below_which_no_socket_can_be_is_refused_as_one(name: str, words: tuple[str, ...]) -> None:
+    home = in_memory.home() / name
+    refused = in_process("--home", home, *words, "--json")
+    assert (refused.code, "socket" in refused.value["error"]["message"]) == (4, True), refused
+    assert not home.exists()
+    home.parent.rmdir()
+
+
 def test_a_home_of_another_user_or_that_others_write_in_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import typer
 
 from kvasir import errors
+from kvasir.address import AddressError
 from kvasir.cli.caller import Caller
 from kvasir.cli.running.holding import holders
 from kvasir.cli.running.home import Endpoint, Home
@@ -137,6 +138,8 @@ def refusal_of(error: Exception) -> errors.KvasirError:
             return _wrong_usage(error)
         case CredentialFileError():
             return errors.InvalidArgument(str(error), field="--token-file", reason="TOKEN_FILE_UNUSABLE")
+        case AddressError():  # of a socket of the home: only a home that can be made is free of it
+            return errors.InvalidArgument.of("--home", error)
         case UnicodeError():
             return WrongUsage("an argument or the input is not valid UTF-8")
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):  # it names neither file nor remedy

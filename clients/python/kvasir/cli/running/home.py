@@ -1,14 +1,13 @@
 """The home of one `kvasir up`: the paths of its data, sockets, logs and tokens, and its services' addresses."""
 
 import json
-import os
 import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from kvasir.address import MAX_SOCKET_PATH_BYTES
+from kvasir.address import AddressError, parse_address
 from kvasir.clients import InferenceClient, StoreClient, Tls
 from kvasir.credentials import check_own_directory, read_token, replace_private_text
 from kvasir.errors import FailedPrecondition, InvalidArgument
@@ -114,14 +113,11 @@ class Home:
         return f"unix:{self.run / f'{service}.sock'}"
 
     def make(self) -> None:
-        """Make the directories, 0700. Raises InvalidArgument when a socket's path would be too long."""
-        longest = os.fsencode(self.run / "engines.sock")
-        if len(longest) > MAX_SOCKET_PATH_BYTES:
-            raise InvalidArgument(
-                f"{self.root}: a Unix socket below it would need {len(longest)} bytes of path, and the system allows "
-                f"{MAX_SOCKET_PATH_BYTES}; choose a shorter --home",
-                field="--home",
-            )
+        """Make the directories, 0700. Raises InvalidArgument when no socket could be there."""
+        try:
+            parse_address(self.socket_address("engines"))
+        except AddressError as error:
+            raise InvalidArgument.of("--home", error) from None
         for directory in (self.root, self.run, self.logs, self.tokens):
             try:
                 directory.mkdir(parents=True, exist_ok=True, mode=0o700)
