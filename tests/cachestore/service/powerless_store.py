@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from cachestore_svc import __main__ as program
-from cachestore_svc.store import store
 from tests.cachestore.core.survival.power_loss import DATABASE_FILES, Crash, Effect, Fate, RecordingDisk
 from tests.cachestore.service.running import StoreHome
 
@@ -80,20 +79,22 @@ def main() -> int:
     root = Path(sys.argv[sys.argv.index("--data-dir") + 1])
     root.mkdir(mode=0o700, exist_ok=True)
     disk = WritingDisk(root)
-    setattr(store, "Disk", lambda: disk)  # noqa: B010
+    setattr(program, "_MEANS", dataclasses.replace(program._MEANS, disk=disk))  # noqa: B010
     return program.main()
 
 
-def cut_power(home: StoreHome, fate: Fate, chance: random.Random) -> None:
-    """The store was killed; let its directory be what a loss of power at that moment may leave."""
+def cut_power(home: StoreHome, fate: Fate, chance: random.Random) -> bool:
+    """The store was killed; let its directory be what a loss of power at that moment may leave. False when it had not
+    even a database yet."""
     effects, copies, left = (home.root / name for name in (_EFFECTS, _COPIES, "left"))
     crash = Crash(home.data_dir, list(_read(effects)))
-    if crash.leave(left, copies, fate, chance):
+    if had_database := crash.leave(left, copies, fate, chance):
         shutil.rmtree(home.data_dir)
         left.rename(home.data_dir)
         home.data_dir.chmod(0o700)
     effects.unlink()
     shutil.rmtree(copies, ignore_errors=True)  # it may die before its first commit
+    return had_database
 
 
 def _read(path: Path) -> Iterator[Effect]:

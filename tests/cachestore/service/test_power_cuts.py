@@ -7,13 +7,27 @@ from pathlib import Path
 import pytest
 
 from tests.cachestore.service.powerless_store import cut_power
-from tests.cachestore.service.running import store_home
+from tests.cachestore.service.running import assert_whole, publish, store_home
 from tests.cachestore.service.test_kills import WRITERS, Writer, assert_clean, assert_nothing_lost, one_life
 from tests.made_models.sampling import sampled
+from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 # Many homes of few lives each: a home's lives grow with its data, and homes can run beside each other.
 HOMES, CUTS = sampled(1, of=20), sampled(3, of=10)
 SEED = int(os.environ.get("KVASIR_SEED", "1"))
+
+
+def test_an_acknowledged_version_outlives_a_power_cut(tmp_path: Path) -> None:
+    with store_home(tmp_path) as home:
+        home.program = "powerless_store"
+        running, turn = home.start(), SyntheticAgent(SMALL, SEED).turn(300)
+        with running.client() as client:
+            publish(client, "ada", turn, 0)
+        running.kill()
+        assert cut_power(home, "lost", random.Random(SEED)), "nothing was written down: nothing can be lost"
+        assert_clean(home)
+        with home.start().client() as client:
+            assert_whole(client, "ada", turn)
 
 
 @pytest.mark.long(4)
