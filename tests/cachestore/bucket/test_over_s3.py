@@ -33,10 +33,10 @@ from tests.made_models.synthetic import SyntheticAgent, SyntheticSnapshot
 from tests.running import in_memory
 
 _PROGRAM = shutil.which("versitygw") or str(Path("~/.cache/kvasir-lab/versitygw").expanduser())
-pytestmark = [
-    pytest.mark.skipif(not Path(_PROGRAM).exists(), reason="no versitygw here: see the head of this file"),
-    pytest.mark.long(20),
-]
+NEEDS_SERVER = pytest.mark.skipif(
+    not Path(_PROGRAM).exists(), reason="no versitygw here: see the head of tests/cachestore/bucket/test_over_s3.py"
+)
+pytestmark = [NEEDS_SERVER, pytest.mark.long(20)]
 _UNAVAILABLE = b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 _UPLOADS = """
 import sys

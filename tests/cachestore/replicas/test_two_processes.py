@@ -20,12 +20,13 @@ from kvasir.formats.digest import Digest
 from cachestore_svc.blobs.bucket.bucket import open_bucket
 from cachestore_svc.blobs.bucket.owning import OWNER, Note, noted
 from cachestore_svc.recovery.medium import BUCKET_NOTE
-from tests.cachestore.bucket.test_over_s3 import Faults, pytestmark  # noqa: F401
+from tests.cachestore.bucket.test_over_s3 import NEEDS_SERVER, Faults
 from tests.cachestore.replicas.processes import WHERE, Link, Replicas
 from tests.cachestore.service.running import assert_whole, publish
 from tests.made_models.synthetic import SMALL, SyntheticAgent
 from tests.running.postgres import step_clock_of
 
+pytestmark = NEEDS_SERVER
 KV = kv_identity_hash(SMALL)
 
 
@@ -37,6 +38,17 @@ def link(faults: Faults) -> Iterator[Link]:
 
 def head_of(client: StoreClient, agent: str) -> int:
     return client.get_snapshot(agent)[0].version
+
+
+def test_each_store_has_the_commits_of_the_other_and_survives_it(replicas: Replicas) -> None:
+    agent = SyntheticAgent(SMALL, 1)
+    first, second = agent.turn(30), agent.turn(30)
+    a, b = replicas.start("a"), replicas.start("b")
+    with a.client() as at_a, b.client() as at_b:
+        publish(at_a, "ada", first, 0)
+        a.kill()
+        assert_whole(at_b, "ada", first)
+        assert publish(at_b, "ada", second, 1).version == 2
 
 
 @pytest.mark.long(5)

@@ -50,13 +50,15 @@ class Lives:
     def pair(self) -> tuple[Mac, Mac]:
         return self.stores[OLD], self.stores[NEW]
 
-    async def lived(self, *, cuts: bool) -> None:
-        """Let all of it happen. `cuts`: a transfer is cut and goes on, too."""
+    async def lived(self, *, cuts: bool, only: str = "") -> None:
+        """Let all of it happen, or only what is one agent's. `cuts`: a transfer is cut and goes on, too."""
         ada, _ = self.pair
         self._allow(self.gives)
         deeds = (self._work, self._gone, self._undone, self._claimed, self._copied, self._open)
         for deed in deeds:
             name = deed.__name__.removeprefix("_")
+            if only not in ("", name):
+                continue
             self.agents[name] = SyntheticAgent(SMALL, len(self.agents) + 1)
             await self._extended(ada, name, 0)
             for wire in self.wires.values():
@@ -177,14 +179,14 @@ class Lives:
 
 
 @asynccontextmanager
-async def lives(root: Path, sockets: Path, gives: str, *, cuts: bool) -> AsyncIterator[Lives]:
-    """All of it has happened."""
+async def lives(root: Path, sockets: Path, gives: str, *, cuts: bool, only: str = "") -> AsyncIterator[Lives]:
+    """All of it has happened; or of one agent alone."""
     async with AsyncExitStack() as exits:
         made = await exits.enter_async_context(macs(OLD, NEW, "cy", root=root))
         stores = {mac.name: mac for mac in made}
         wires = await exits.enter_async_context(wired([stores[OLD], stores[NEW]], sockets))
         here = Lives(stores, wires, gives)
-        await here.lived(cuts=cuts)
+        await here.lived(cuts=cuts, only=only)
         yield here
 
 

@@ -10,8 +10,31 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from kvasir.errors import KvasirError
 
+from tests.cachestore.core.lab import NS
+from tests.cachestore.rights.judging import LIAR
+from tests.cachestore.rights.peered import macs
 from tests.cachestore.rights.walks import walk_on, walks
+from tests.made_models.synthetic import SMALL, SyntheticAgent
+
+
+async def test_a_peer_that_may_only_read_is_refused_all_else_and_each_refusal_is_audited(tmp_path: Path) -> None:
+    async with macs("ada", LIAR, root=tmp_path / "stores") as (ada, _):
+        ada.allow(LIAR, gives="read", takes="nothing")
+        await ada.publish("work", SyntheticAgent(SMALL, 1).turn(300), 0)
+        before = ada.store.owners.of(NS, "work"), ada.store.snapshots.page(NS, "work")
+        async with ada.as_peer(LIAR) as liar:
+            for lie in (
+                liar.fence_agent("work", 5),
+                liar.offer_agent("work", "0" * 16, 0),
+                liar.hand_over_agent("work", "0" * 16, 1),
+            ):
+                with pytest.raises(KvasirError) as refused:
+                    await lie
+                assert refused.value.reason in ("PEER_MAY_NOT", "MOVE_UNKNOWN")
+        assert before == (ada.store.owners.of(NS, "work"), ada.store.snapshots.page(NS, "work"))
+        assert [line["outcome"] for line in ada.audit.of(LIAR)] == ["refused"] * 3
 
 
 @pytest.mark.long(14)

@@ -154,10 +154,9 @@ def test_replayed_bytes_of_moves_and_copies_change_no_owner_and_no_memory(tmp_pa
             assert said[word] > 0, (word, said)
 
 
-@pytest.mark.long(3)
 async def test_a_source_whose_old_answers_are_replayed_gives_nothing(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="kv") as sockets:
-        async with lives(tmp_path / "stores", Path(sockets), "claim", cuts=False) as here:
+        async with lives(tmp_path / "stores", Path(sockets), "claim", cuts=False, only="work") as here:
             before = here.kept()
             calls = [call for call in here.calls["work"] if (call.by, call.at) == (NEW, OLD)]
             async with served(Replayed(calls), Path(sockets) / "replayed") as address:

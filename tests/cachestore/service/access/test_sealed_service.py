@@ -20,6 +20,17 @@ def there(tmp_path: Path) -> Iterator[RunningStore]:
         yield home.start()
 
 
+def test_a_sealed_agent_is_whole_with_the_key_and_unreadable_on_the_disk(home: StoreHome, tmp_path: Path) -> None:
+    key = ("--seal-key-file", str(tmp_path / "seal.key"))
+    made = run("cachestore_svc", "keys", "new", "default", "--data-dir", str(home.data_dir), *key)
+    assert made.returncode == 0
+    turn = SyntheticAgent(SMALL, 1).turn(300)
+    with home.start(*key).client() as client:
+        publish(client, "ada", turn, 0)
+        assert_whole(client, "ada", turn)
+    assert found_in(home.data_dir, secrets_of(turn)) == []
+
+
 @pytest.mark.long(3)
 def test_an_agent_moves_between_a_plain_and_a_sealed_store(
     home: StoreHome, there: RunningStore, tmp_path: Path

@@ -100,6 +100,17 @@ def versions(house: House, agent: str) -> list[int]:
         return [one.version for one in store.list_snapshots(agent, line.kv_identity_hash).snapshots]
 
 
+def test_a_preempted_turn_goes_on_to_its_end_and_is_stored(house: House) -> None:
+    before = preemptions(house)
+    turn = Turn(house, "once", 120).start()
+    person(house)
+    assert preemptions(house) == before + 1
+    reply = turn.end()
+    assert len(reply.token_ids) == 120
+    assert reply.finished.snapshot.state == pb.SNAPSHOT_STATE_COMMITTED
+    assert versions(house, turn.agent) == [2, 1]
+
+
 @pytest.mark.long(6)
 def test_a_background_agent_and_many_people_all_get_their_right_replies(house: House, expected: Reply) -> None:
     before = preemptions(house)

@@ -8,6 +8,7 @@ from kvasir.clients import Reply
 from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
 
+from tests.made_models.sampling import first_and_in_turn
 from tests.running.system_fixtures import House, running_house
 
 GREEDY = {"max_tokens": 12}
@@ -45,8 +46,7 @@ def say(house: House, agent: str, messages: Sequence[dict[str, str]]) -> Reply:
     return reply
 
 
-@pytest.mark.long(4)
-@pytest.mark.parametrize("is_hot", [True, False])
+@pytest.mark.parametrize("is_hot", first_and_in_turn([True, False], seconds=2))
 def test_a_trim_leaves_nothing_that_a_later_turn_sees(tiny: House, is_hot: bool) -> None:
     """(LESSONS 1) The agent that had a tail and was cut is, to the bit, the one that never had it."""
     agent = f"trimmed {is_hot}"

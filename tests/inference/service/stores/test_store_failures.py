@@ -60,6 +60,16 @@ def strict(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ho
         yield house
 
 
+def test_a_turn_without_a_store_has_the_tokens_of_one_with_it(house: House) -> None:
+    house.store.kill()
+    lost = cold_turn(house, "alone", f"alone: {PASSAGE}")
+    assert lost.finished.snapshot.state == pb.SNAPSHOT_STATE_PENDING
+    house.repair()
+    found = cold_turn(house, "beside", f"alone: {PASSAGE}")
+    assert found.finished.snapshot.state == pb.SNAPSHOT_STATE_COMMITTED
+    assert found.token_ids == lost.token_ids
+
+
 @pytest.mark.long(4)
 @pytest.mark.parametrize("failure", ["dead", "hung"])
 def test_one_turn_finds_that_a_store_is_dead_or_hung_and_no_turn_loses_a_token(failure: str, strict: House) -> None:
