@@ -7,6 +7,7 @@ every language are in proto/vectors."""
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from blake3 import blake3
 
@@ -63,6 +64,12 @@ def kv_identity_hash(identity: identity_pb2.KvIdentity) -> str:
 
     A property that the first identities did not have is a tagged field behind the others, and absent while unused: so
     the hash of an identity without it never changes."""
+    return _kv_identity_hash(identity.SerializeToString(deterministic=True))
+
+
+@lru_cache(maxsize=16)  # each commit of a line has the same one
+def _kv_identity_hash(serialized: bytes) -> str:
+    identity = identity_pb2.KvIdentity.FromString(serialized)
     policy = identity.policy
     layers = (
         _numbers(layer.kind, layer.window, layer.kv_heads, layer.key_dim, layer.value_dim) for layer in identity.layers

@@ -1,6 +1,7 @@
 """What a manifest may hold: each field and each named file is checked, of any origin."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
@@ -81,6 +82,12 @@ def check_files(manifest: Any) -> None:
 
 def check_kv_identity(identity: identity_pb2.KvIdentity) -> None:
     """Raise InvalidArgument unless the identity describes KV that could exist."""
+    _check_kv_identity(identity.SerializeToString(deterministic=True))
+
+
+@lru_cache(maxsize=16)  # each commit of a line has the same one; a refused one is not remembered
+def _check_kv_identity(serialized: bytes) -> None:
+    identity = identity_pb2.KvIdentity.FromString(serialized)
     if not is_hash(identity.weights_digest):
         raise wrong("kv_identity.weights_digest", "expected 64 lower-case hex digits")
     if not 1 <= len(identity.layers) <= MAX_LAYERS:
