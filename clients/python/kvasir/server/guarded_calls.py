@@ -156,7 +156,8 @@ class _Answering:
         try:
             await asyncio.shield(writing)
         finally:
-            await asyncio.wait((writing,), timeout=SOON_S)
+            if not writing.done():
+                await asyncio.wait((writing,), timeout=SOON_S)
             if writing.done() and not writing.cancelled():
                 writing.exception()  # it was raised, or who would hear it is gone
             writing.cancel()
