@@ -52,6 +52,9 @@ class Part(Protocol):
     def cut(self, size_bytes: int) -> None:
         """Take back what an `append` that raised added beyond this size, which the part had before."""
 
+    def begin_sync(self) -> None:
+        """No more bytes come: begin `sync`, which then waits for it, where it goes on beside other work."""
+
     def sync(self) -> None:
         """All bytes survive a loss of power on return."""
 
@@ -88,8 +91,8 @@ class NamespaceBlobs(Protocol):
         """Remove a file that nobody takes, if it is still there."""
 
     def publish(self, editions: Mapping[str, int]) -> None:
-        """Make synced parts the blobs of these hashes, durably. Replaces a blob that has hash and edition, which is 0
-        where the backend is not shared. Where it is, the part stays."""
+        """Make parts the blobs of these hashes, durably but for bytes whose sync has only begun. Replaces a blob that
+        has hash and edition, which is 0 where the backend is not shared. Where it is, the part stays."""
 
     def read(self, digest: Digest, *, past_copies: bool = False) -> memoryview:
         """The blob's bytes, verified. Raises Damaged, FileNotFoundError (see `naming`), and Unavailable. `past_copies`:

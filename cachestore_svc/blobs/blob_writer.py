@@ -1,6 +1,7 @@
 """One blob on its way in: reserve, write and verify, sync, rename, sync the directory, list; those that are whole at
-the same time as a group. A crash anywhere leaves a part or an unlisted file, never a row without bytes. A part is read
-again before its write goes on, as is a file that a caller on this host wrote.
+the same time as a group. Where a caller on this host handed a file over, the group's bytes are synced while it is read,
+and while the names are: the list comes behind both. A crash anywhere leaves a part or an unlisted file, never a row
+without bytes. A part is read again before its write goes on, as is a handed file.
 """
 
 import contextlib
@@ -71,12 +72,14 @@ class BlobRegister(Protocol):
 @dataclass(frozen=True, slots=True)
 class NewBlob:
     """A blob that somebody wants to write. `handed`: the token of the file in which it lies; "": its bytes come.
-    `comes_whole`: all of them, so that none is taken from an interrupted write: those may be wrong."""
+    `comes_whole`: all of them, so that none is taken from an interrupted write: those may be wrong. `data`: they are
+    here, and written at once."""
 
     digest: Digest
     kind: BlobKind
     handed: str = ""
     comes_whole: bool = False
+    data: bytes | memoryview = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,12 @@ class Writers:
         try:
             with contextlib.suppress(FileExistsError):  # no directory lies there: that hinders its own blobs alone
                 self.backend.of(namespace).prepare([writer.digest.hash for writer in reserved])
-            return [_resumed(each) if isinstance(each, PartWriter) else each for each in begun]
+            syncs_early = any(writer.is_handed for writer in reserved)
+            for is_handed in (False, True):  # which takes longest: others are synced meanwhile
+                for number, each in enumerate(begun):
+                    if isinstance(each, PartWriter) and each.is_handed is is_handed:
+                        begun[number] = _resumed(each, syncs_early=syncs_early)
+            return begun
         except BaseException as error:
             for writer in reserved:
                 writer.abandon()
@@ -244,13 +252,21 @@ class PartWriter:
         self._register = register
         self._handed = blob.handed
         self._comes_whole = blob.comes_whole
+        self._data = blob.data
+        self._syncs_early = False
         self._check = check_for(blob.kind, digest.size_bytes)
         self._hasher = Hasher(min(digest.size_bytes, READ_BACK_BYTES) if blob.handed else 0)
         self._part: Part | None = None
         self._is_ended = False
 
-    def resume(self) -> None:
-        """Open the part, and read again what it holds. Raises OSError; InvalidArgument when it is of another kind."""
+    @property
+    def is_handed(self) -> bool:
+        return bool(self._handed)
+
+    def resume(self, *, syncs_early: bool = False) -> None:
+        """Open the part, read again what it holds, and write bytes that are here. `syncs_early`: begin to sync a part
+        that is whole then. Raises OSError; InvalidArgument when it is of another kind.
+        """
         taken = self._blobs.take(self.digest, self._handed) if self._handed else None
         if self._comes_whole and self._left_bytes:
             self._blobs.remove_part(self.digest.hash)
@@ -261,6 +277,12 @@ class PartWriter:
             self.received_bytes += len(piece)
         if self.received_bytes > self.digest.size_bytes:
             raise InvalidArgument(f"{self.digest}: its part is too long; begin again", reason="DIGEST_MISMATCH")
+        data, self._data = self._data, b""
+        if data:
+            self.write(0, data)
+        self._syncs_early = syncs_early and self.received_bytes == self.digest.size_bytes
+        if self._syncs_early:
+            self._part.begin_sync()
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
         self._check_open()
@@ -288,7 +310,9 @@ class PartWriter:
             raise problem
 
     def make_durable(self) -> BlobFacts:
-        """Verify and sync the part; publishing it is left. Raises as `finish`, and the part is gone then."""
+        """Verify and sync the part; publishing it is left, and the end of a sync that began early. Raises as `finish`,
+        and the part is gone then.
+        """
         self._check_open()
         if self.received_bytes != self.digest.size_bytes:
             raise InvalidArgument(
@@ -300,12 +324,18 @@ class PartWriter:
         assert self._part is not None
         try:
             facts = self._verified()
-            self._part.sync()
-            self._close()
+            if not self._syncs_early:
+                self.end_sync()
         except BaseException:
             self.abandon()
             raise
         return facts
+
+    def end_sync(self) -> None:
+        """Sync the part, unless that was done, and let go of it. Raises OSError."""
+        if self._part is not None:
+            self._part.sync()
+            self._close()
 
     def publish(self, facts: Sequence[BlobFacts], others: Sequence["PartWriter"]) -> None:
         """Rename and list durable parts together, this writer's and others' of its namespace."""
@@ -315,6 +345,8 @@ class PartWriter:
                 editions = self._register.editions(self.namespace, digests)
                 try:
                     self._blobs.publish(editions)
+                    for writer in (self, *others):
+                        writer.end_sync()
                     are_new = self._register.add(self.namespace, list(zip(digests, facts, strict=True)), editions)
                     break
                 except NameTaken:  # another process began to remove it since
@@ -390,10 +422,10 @@ class PartWriter:
         self._writers.end(self, stored_bytes, left_bytes)
 
 
-def _resumed(writer: PartWriter) -> PartWriter | KvasirError:
+def _resumed(writer: PartWriter, *, syncs_early: bool) -> PartWriter | KvasirError:
     """The writer, with its part open, or why that is not possible: then it has ended."""
     try:
-        writer.resume()
+        writer.resume(syncs_early=syncs_early)
     except NotHanded as error:
         writer.leave()
         return error

@@ -7,7 +7,7 @@ import re
 import stat
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from kvasir.errors import InvalidArgument
@@ -255,7 +255,7 @@ class LocalPart:
         self._disk = disk
         self._descriptor = descriptor
         self._is_whole = is_whole  # another program wrote it: it is synced while it is read
-        self._is_synced = False
+        self._syncing: _Syncing | None = None
         self._found = os.fstat(descriptor)
         self._size_bytes = self._found.st_size
 
@@ -267,44 +267,58 @@ class LocalPart:
         return "" if status.st_size == size_bytes else f"expected {size_bytes} bytes, found {status.st_size}"
 
     def pieces(self) -> Iterator[memoryview]:
-        with self._syncing() if self._is_whole else nullcontext():
-            yield from self._disk.read_back(self._descriptor, self._size_bytes)
-
-    @contextmanager
-    def _syncing(self) -> Iterator[None]:
-        """Sync beside the work of this block. Raises why that failed."""
-        failures: list[BaseException] = []
-
-        def sync() -> None:
-            try:
-                self._disk.fsync(self._descriptor)
-            except BaseException as error:  # noqa: BLE001  it is raised where the part is read
-                failures.append(error)
-
-        thread = threading.Thread(target=sync, name="store-sync")
-        thread.start()
-        try:
-            yield
-        finally:
-            thread.join()
-        if failures:
-            raise failures[0]
-        self._is_synced = True
+        if self._is_whole:
+            self.begin_sync()
+        yield from self._disk.read_back(self._descriptor, self._size_bytes)
 
     def append(self, data: bytes | memoryview) -> None:
-        self._is_synced = False
+        self._forget_sync()
         self._disk.write(self._descriptor, data)
         self._size_bytes += len(data)
 
     def cut(self, size_bytes: int) -> None:
-        self._is_synced = False
+        self._forget_sync()
         self._disk.truncate(self._descriptor, size_bytes)
         self._size_bytes = size_bytes
 
+    def begin_sync(self) -> None:
+        self._syncing = self._syncing or _Syncing(self._disk, self._descriptor)
+
     def sync(self) -> None:
-        if not self._is_synced:
+        if self._syncing is None:
             self._disk.fsync(self._descriptor)
+        else:
+            self._syncing.end()
 
     def close(self) -> int:
+        self._forget_sync()  # it has the descriptor, whose number is another file's next
         self._disk.close(self._descriptor)
         return self._size_bytes
+
+    def _forget_sync(self) -> None:
+        syncing, self._syncing = self._syncing, None
+        if syncing is not None:
+            syncing.thread.join()
+
+
+class _Syncing:
+    """A file's sync on a thread of its own."""
+
+    def __init__(self, disk: Disk, descriptor: int) -> None:
+        self._disk = disk
+        self._descriptor = descriptor
+        self._failure: BaseException | None = None
+        self.thread = threading.Thread(target=self._sync, name="store-sync")
+        self.thread.start()
+
+    def end(self) -> None:
+        """Wait for it. Raises why it failed."""
+        self.thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def _sync(self) -> None:
+        try:
+            self._disk.fsync(self._descriptor)
+        except BaseException as error:  # noqa: BLE001  it is raised where somebody waits for it
+            self._failure = error

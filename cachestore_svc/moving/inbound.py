@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from kvasir.errors import FailedPrecondition, InvalidArgument, KvasirError
@@ -292,7 +292,8 @@ class BlobIntake:
 
     def _open_all(self, blobs: Iterable[_Blob]) -> None:
         new = [blob for blob in dict.fromkeys(blobs) if blob.writer is None and blob.problem is None]
-        opened = self._store.blobs.open_writers(self._namespace, [blob.new for blob in new]) if new else ()
+        wanted = [replace(blob.new, data=blob.data) if blob.data else blob.new for blob in new]
+        opened = self._store.blobs.open_writers(self._namespace, wanted) if new else ()
         for blob, writer in zip(new, opened, strict=True):
             if isinstance(writer, KvasirError):
                 blob.problem = writer
@@ -367,8 +368,6 @@ class BlobIntake:
         sizes = [len(blob.data) for blob in came]
         try:
             self._open_all(group)
-            for blob in came:
-                _Piece(blob, 0, blob.data).write()
         finally:
             for blob in came:
                 blob.data = b""

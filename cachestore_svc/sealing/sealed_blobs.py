@@ -227,6 +227,9 @@ class SealedPart:
         assert size_bytes == self._segments * SEGMENT_BYTES + len(self._waiting)
         self._cut()
 
+    def begin_sync(self) -> None:
+        """`sync` does all of it."""
+
     def sync(self) -> None:
         """After this nothing can be appended."""
         self._write([(self._waiting, True)])

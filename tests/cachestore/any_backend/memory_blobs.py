@@ -129,6 +129,9 @@ class MemoryPart:
     def cut(self, size_bytes: int) -> None:
         del self.data[size_bytes:]
 
+    def begin_sync(self) -> None:
+        """It is memory."""
+
     def sync(self) -> None:
         """There is nothing to lose power."""
 

@@ -3,15 +3,16 @@
 import errno
 import os
 import shutil
+import stat
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from kvasir.clients import handed_files
 from kvasir.clients.handed_files import HandedFiles
-from kvasir.errors import InvalidArgument, KvasirError, ResourceExhausted
+from kvasir.errors import InvalidArgument, KvasirError, ResourceExhausted, Unavailable
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.disk import Disk
@@ -22,7 +23,10 @@ from tests.cachestore.core.lab import NS, Lab, hand, write
 from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 TENSORS = BlobKind.TENSORS
-[(DIGEST, DATA)] = SyntheticAgent(SMALL, 1).turn(256).new_blobs.items()
+TURN = SyntheticAgent(SMALL, 1).turn(256)
+[(DIGEST, DATA)] = TURN.new_blobs.items()
+MANIFEST, ITS_DIGEST = TURN.manifest_bytes, TURN.manifest_digest
+WITH_FILE = NewBlob(ITS_DIGEST, BlobKind.MANIFEST, comes_whole=True, data=MANIFEST)
 
 
 @pytest.fixture
@@ -112,27 +116,31 @@ def test_a_handed_file_takes_the_place_of_an_interrupted_part(lab: Lab) -> None:
         assert store.statistics.of(NS).reserved_bytes == 0
 
 
-def test_a_handed_file_is_synced_once_before_it_gets_its_name(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: list[str] = []
+def test_bytes_and_names_are_synced_at_once_and_once_before_they_are_listed(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a handed file, and of the manifest that came with it: each sync lasts until all have begun."""
+    steps, all_began, sync = list[str](), threading.Barrier(3, timeout=10), Disk.fsync
 
-    def noting(name: str) -> None:
-        step = getattr(Disk, name)
-
-        def noted(disk: Disk, *given: Any) -> object:
-            done = step(disk, *given)
-            is_blobs = name != "fsync" or os.fstat(given[0]).st_size == DIGEST.size_bytes
-            steps.extend([name] if is_blobs else [])
-            return done
-
-        monkeypatch.setattr(Disk, name, noted)
+    def noting(disk: Disk, descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        sizes = {DIGEST.size_bytes: "file", ITS_DIGEST.size_bytes: "manifest"}
+        what = "names" if stat.S_ISDIR(status.st_mode) else sizes.get(status.st_size)
+        if what and what not in steps:  # the second directory's is behind the first one's
+            all_began.wait()
+            time.sleep(0.0 if what == "names" else 0.05)
+            steps.append(what)
+        sync(disk, descriptor)
 
     with lab.open() as store:
         store.blobs.receive_files(NS)
         _, token = handed_file(lab)
-        for name in ("fsync", "rename"):
-            noting(name)
-        hand(store, DIGEST, token)
-        assert steps == ["rename", "fsync", "rename"], "of the part's name, of its bytes, of the blob's name"
+        monkeypatch.setattr(Disk, "fsync", noting)
+        monkeypatch.setattr(Disk, "reached", lambda _, point: steps.append(point))
+        assert _stored(store, [WITH_FILE, NewBlob(DIGEST, TENSORS, token)]) == [None, None]
+        assert sorted(steps[:3]) == ["file", "manifest", "names"]
+        assert steps[3:] == ["index: before commit", "index: after commit"]
+        assert [bytes(store.blobs.read(NS, each)) for each in (DIGEST, ITS_DIGEST)] == [DATA, MANIFEST]
 
 
 def test_where_files_are_handed_over_no_blob_waits_for_a_new_directory(
@@ -147,7 +155,9 @@ def test_where_files_are_handed_over_no_blob_waits_for_a_new_directory(
         assert synced == [lab.file_of(DIGEST).parent]
 
 
-def test_a_handed_file_that_cannot_be_synced_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_handed_file_that_cannot_be_synced_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
+    """With the manifest that came with it, though both have their names by then."""
     sync, failing = Disk.fsync, threading.Event()
 
     def fails(disk: Disk, descriptor: int) -> None:
@@ -160,10 +170,10 @@ def test_a_handed_file_that_cannot_be_synced_is_refused(lab: Lab, monkeypatch: p
         _, token = handed_file(lab)
         monkeypatch.setattr(Disk, "fsync", fails)
         failing.set()
-        with pytest.raises(KvasirError):
-            hand(store, DIGEST, token)
-        assert store.blobs.find_missing(NS, [DIGEST]) == [DIGEST]
-        assert (store.statistics.of(NS).reserved_bytes, lab.part_hashes) == (0, [])
+        problems = _stored(store, [*([] if alone else [WITH_FILE]), NewBlob(DIGEST, TENSORS, token)])
+        assert [type(problem) for problem in problems] == [Unavailable] * (1 if alone else 2)
+        assert store.blobs.find_missing(NS, [DIGEST, ITS_DIGEST]) == [DIGEST, ITS_DIGEST]
+        assert (store.statistics.of(NS).reserved_bytes, lab.part_hashes, lab.stored_hashes) == (0, [], [])
         failing.clear()
         _, token = handed_file(lab)
         hand(store, DIGEST, token)

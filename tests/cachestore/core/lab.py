@@ -190,16 +190,17 @@ def hand(store: Store, digest: Digest, token: str, namespace: str = NS) -> None:
         writer.finish()
 
 
-def hand_all(lab: Lab, store: Store, blobs: Mapping[Digest, bytes], namespace: str = NS) -> None:
-    """Write blobs as an engine on the store's host does: as files, which the store takes as one group; and send those
-    that it does not take."""
-    files = HandedFiles(lab.root, namespace)
+def hand_all(lab: Lab, store: Store, snapshot: SyntheticSnapshot, namespace: str = NS) -> None:
+    """Write a turn's blobs as an engine on the store's host does: as files, which the store takes as one group, with
+    the manifest; and send those that it does not take."""
+    files, blobs, manifest = HandedFiles(lab.root, namespace), snapshot.new_blobs, snapshot.manifest_digest
     if store.blobs.receive_files(namespace):
         missing = store.blobs.find_missing(namespace, list(blobs))
         tokens = [files.new_token() for _ in missing]
         for digest, token in zip(missing, tokens, strict=True):
             files.write(token, blobs[digest])
-        new = [NewBlob(digest, BlobKind.TENSORS, token) for digest, token in zip(missing, tokens, strict=True)]
+        new = [NewBlob(manifest, BlobKind.MANIFEST, comes_whole=True, data=snapshot.manifest_bytes)]
+        new += [NewBlob(digest, BlobKind.TENSORS, token) for digest, token in zip(missing, tokens, strict=True)]
         with contextlib.ExitStack() as exits:
             opened = store.blobs.open_writers(namespace, new)
             writers = [exits.enter_context(each) for each in opened if not isinstance(each, Exception)]

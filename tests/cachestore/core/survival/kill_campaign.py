@@ -117,8 +117,8 @@ class Engine:
         self._tell("begin", name, "turn")
         while True:
             try:
-                if self._chance.random() < 0.5:  # as files; the rest is sent
-                    hand_all(self._lab, self._store, snapshot.new_blobs, self._namespace)
+                if self._chance.random() < 0.5:  # as files, and the manifest with them; the rest is sent
+                    hand_all(self._lab, self._store, snapshot, self._namespace)
                 done = publish(self._store, name, snapshot, version, self._namespace)
             except FailedPrecondition as error:
                 # Collected before it was committed: a clean failure, and the next try writes what is gone.

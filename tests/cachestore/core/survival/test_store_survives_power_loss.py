@@ -39,8 +39,8 @@ class Life:
 
     def turn(self, name: str, agent: SyntheticAgent, tokens: int, parent: int) -> None:
         content = agent.turn(tokens)
-        if parent % 2:  # as files; the manifest is always sent
-            hand_all(self.lab, self.store, content.new_blobs)
+        if parent % 2:  # as files, and the manifest with them
+            hand_all(self.lab, self.store, content)
         done = publish(self.store, name, content, parent)
         self.acknowledged.append(Acknowledged(done, content, len(self.disk.log)))
 
