@@ -44,8 +44,15 @@ class NoFiles:
     async def named(self) -> StoredFiles:
         return self._known
 
+    def take_along(self, _manifest: bytes) -> bool:
+        """It goes alone."""
+        return False
+
     async def all_stored(self) -> None:
         """There is nothing to wait for."""
+
+    def leave(self, writing: "asyncio.Task[None]") -> None:
+        """Nothing is on its way."""
 
     async def restart(self, _asked: object) -> None:
         """There is nothing to send again."""
@@ -165,8 +172,9 @@ class Commit:
         stored = await self.files.named()
         self.noted_s["named"] = self.parts.clock()
         manifest, digest = await self.draft.completed(stored)
+        goes_along = self.files.take_along(manifest)  # the files go first: the store waits for them
         early = self._begin_early(digest)
-        await self._write(manifest, early)
+        await self._write(b"" if goes_along else manifest, early)
         self._stands(self._standing.sending(digest))
         try:
             async with self._in_time():
@@ -207,13 +215,23 @@ class Commit:
         return asyncio.create_task(self._send(manifest, coming))
 
     async def _write(self, manifest: bytes, early: "asyncio.Task[Head] | None") -> None:
-        timeout_s = self.parts.limits.timeout_s
+        """Wait until the store has the files and the manifest, which is written unless it is empty: then it goes with
+        them. The answer to a commit that waited for them proves it: nobody waits for their own answers then.
+        """
+        writes = [self.store.blobs.write_manifest(manifest, self.parts.limits.timeout_s)] if manifest else []
+        writing = asyncio.create_task(_all_of(self.files.all_stored(), *writes))
         try:
-            await _all_of(self.files.all_stored(), self.store.blobs.write_manifest(manifest, timeout_s))
+            if early is not None:
+                await asyncio.wait({writing, early}, return_when=asyncio.FIRST_COMPLETED)
+            if early is not None and _is_answered(early):
+                self.files.leave(writing)
+            else:
+                await writing
         except BaseException:
+            writing.cancel()
             if early is not None:
                 early.cancel()
-                await asyncio.gather(early, return_exceptions=True)
+            await asyncio.gather(writing, *filter(None, (early,)), return_exceptions=True)
             raise
         self.noted_s["written"] = self.parts.clock()
 
@@ -244,6 +262,10 @@ class Commit:
             awaited=awaited,
             timeout_s=self.parts.limits.timeout_s,
         )
+
+
+def _is_answered(call: "asyncio.Task[Head]") -> bool:
+    return call.done() and not call.cancelled() and call.exception() is None
 
 
 async def _all_of(*work: Awaitable[object]) -> None:

@@ -1,5 +1,6 @@
 """The files of one memory on their way to the store: piece by piece from where the engine keeps it, however large."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Self
@@ -14,6 +15,8 @@ from inference_svc.memory.publishing.copies import Copies, Pinning, await_copy, 
 from inference_svc.memory.publishing.sending import Sending
 from inference_svc.memory.store.remote_cache import RemoteCache
 
+_LEFT = set[asyncio.Task[None]]()  # the event loop alone does not keep them
+
 
 class MemoryFiles:
     """One memory's files, of which its publication knows those that the store has. Enter it, or close it at the end."""
@@ -23,6 +26,7 @@ class MemoryFiles:
     ) -> None:
         self.sent_bytes = 0
         self.coming: Sequence[Digest] = ()  # named, and on their way
+        self._came_bytes = 0  # sent before those
         self._key = key
         self._memory = memory
         self._copies = copies
@@ -60,15 +64,21 @@ class MemoryFiles:
                 self._stall_timeout_s,
                 self._memory.publication.progressed,
             )
+            sending.ends_with_manifest = True
             try:
                 last = await self._send_all(sending)
                 blocks, rest = await sending.named()
                 self.coming = [*blocks[len(sending.stored) :], *rest]
+                self._came_bytes = sending.sent_bytes
             except BaseException:
                 await self._settle(sending)
                 raise
             self._named = stored_files(replace(last, first_block=len(blocks), blocks=()), rest, blocks, self._stored)
         return self._named
+
+    def take_along(self, manifest: bytes) -> bool:
+        """Send the manifest that names them with the last of the files, if some wait for it."""
+        return self._sending is not None and self._sending.take_along(manifest)
 
     async def all_stored(self) -> None:
         """Wait until the store has what `named` named. Raises why it does not get there."""
@@ -86,9 +96,18 @@ class MemoryFiles:
 
     async def _settle(self, sending: Sending) -> None:
         await sending.drain()
-        self._stored.blocks[:] = sending.stored
-        self.sent_bytes += sending.sent_bytes
+        if self._sending is sending:
+            self._stored.blocks[:] = sending.stored
+            self.sent_bytes += sending.sent_bytes
+            self._sending = None
+
+    def leave(self, writing: "asyncio.Task[None]") -> None:
+        """The store has all that `named` named; its answers about these, for which that task waits, have no reader."""
         self._sending = None
+        self.sent_bytes += self._came_bytes + sum(digest.size_bytes for digest in self.coming)
+        _LEFT.add(writing)
+        writing.add_done_callback(_LEFT.discard)
+        writing.add_done_callback(_heard)
 
     def note(self, stored: StoredFiles) -> None:
         files = self._stored
@@ -111,6 +130,7 @@ class MemoryFiles:
 
     def close(self) -> None:
         self._hold(None)
+        self.take_along(b"")
         if self._pinned is not None:
             self._pinned.release()
             self._pinned = None
@@ -163,3 +183,8 @@ class MemoryFiles:
         held.take(namespace, size_bytes)
         held.give_back(namespace, self._held_bytes)
         self._piece, self._held_bytes = piece, size_bytes
+
+
+def _heard(writing: "asyncio.Task[None]") -> None:
+    if not writing.cancelled():
+        writing.exception()

@@ -42,6 +42,8 @@ class Sending:
         self.next_block = len(self.stored)  # the first one that is not under way
         self.sent_bytes = 0
         self.waits_for_room = False
+        self.ends_with_manifest = False
+        self._manifest: asyncio.Future[bytes] | None = None  # for which the last piece waits
         self._copies = copies
         self._namespace = namespace
         self._store = store
@@ -81,7 +83,9 @@ class Sending:
         self.next_block += len(piece.blocks)
         files = files_of(piece)
         digests = asyncio.create_task(digests_of(files))
-        task = asyncio.create_task(self._send(files, digests))
+        if self.ends_with_manifest and files and self._copies.is_whole(piece):
+            self._manifest = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(self._send(files, digests, self._manifest))
         self._under_way.append(_PieceUnderWay(len(piece.blocks), digests, task))
         # A task that is cancelled before its first step runs no `finally` of its own.
         task.add_done_callback(lambda _: self._copies.held.give_back(self._namespace, held_bytes))
@@ -98,8 +102,16 @@ class Sending:
             rest = digests[piece.blocks :]
         return blocks, rest
 
+    def take_along(self, manifest: bytes) -> bool:
+        """Send the manifest with the last piece, if that waits for it; an empty one: it goes without."""
+        if self._manifest is None or self._manifest.done():
+            return False
+        self._manifest.set_result(manifest)
+        return True
+
     async def drain(self) -> None:
         """Wait for the pieces under way. `stored` ends before the first that failed."""
+        self.take_along(b"")
         while self._under_way:
             await self._first_ended()
 
@@ -128,10 +140,12 @@ class Sending:
                 self.stored += task.result()[:blocks]
                 self.rest = task.result()[blocks:]
 
-    async def _send(self, files: list[FileBytes], hashed: asyncio.Task[list[Digest]]) -> list[Digest]:
+    async def _send(
+        self, files: list[FileBytes], hashed: asyncio.Task[list[Digest]], naming: asyncio.Future[bytes] | None
+    ) -> list[Digest]:
         if not files:
             return []
-        digests, sent_bytes = await self._store.blobs.write_tensors(files, self._stall_timeout_s, hashed)
+        digests, sent_bytes = await self._store.blobs.write_tensors(files, self._stall_timeout_s, hashed, naming)
         self.sent_bytes += sent_bytes
         self._progressed()
         return digests

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from kvasir import errors
 from kvasir.cachestore.v1 import cachestore_pb2
-from kvasir.clients.aio.handed_upload import FEATURE, HandedFile, begun_ahead, put_by_files
+from kvasir.clients.aio.handed_upload import FEATURE, HandedFile, begun_ahead, send_by_files, upload_of
 from kvasir.formats.block_file import FileBytes
 from kvasir.formats.digest import Digest
 from kvasir.server.shared_room import SharedRoom
@@ -115,11 +115,16 @@ class StoredBlobs:
     # --- writing: a failure is a KvasirError, and each call has a timeout; of bulk data, one without progress ---
 
     async def write_tensors(
-        self, files: Sequence[FileBytes], stall_timeout_s: float, hashing: Awaitable[list[Digest]] | None = None
+        self,
+        files: Sequence[FileBytes],
+        stall_timeout_s: float,
+        hashing: Awaitable[list[Digest]] | None = None,
+        naming: Awaitable[bytes] | None = None,
     ) -> tuple[list[Digest], int]:
         """Make tensor files durable, however long that takes while bytes move. Returns their digests in order, and the
-        number of bytes that had to be sent. Raises DeadlineExceeded after so long without progress. `hashing`: gives
-        the files' digests, where somebody computes them.
+        number of their bytes that had to be sent. Raises DeadlineExceeded after so long without progress. `hashing`:
+        gives the files' digests, where somebody computes them. `naming`: gives a manifest that names them, which goes
+        with them: one call, and one write of the store, for both; empty if it goes another way.
         """
         client = self._connection.clients.writing  # before work is done in vain
         handed = self._files.handed if self._files is not None and FEATURE in self._connection.features else None
@@ -129,22 +134,21 @@ class StoredBlobs:
             there.append(now.bytes_done)
             self._connection.moved()
 
-        async def put(digests: list[Digest], ahead: HandedFile | None) -> cachestore_pb2.TransferProgress:
+        async def put(digests: list[Digest], ahead: HandedFile | None) -> int:
             blobs = dict(zip(digests, files, strict=True))
-            if handed is None:
-                return await client.put_blobs(blobs, on_progress=note, stall_timeout_s=stall_timeout_s)
             missing = digests  # one file is a turn's tail, which the store nearly always lacks
-            if len(digests) > 1:
-                missing = await client.find_missing(digests, timeout_s=stall_timeout_s)
-            return await put_by_files(
-                client, blobs, missing, handed, on_progress=note, stall_timeout_s=stall_timeout_s, ahead=ahead
-            )
+            if len(digests) > 1 or handed is None:
+                missing = await client.find_missing(list(blobs), timeout_s=stall_timeout_s)
+            upload = upload_of(blobs, missing, handed, note, ahead)
+            if manifest := await naming if naming is not None else b"":
+                upload.add_manifest(manifest)
+            progress = await send_by_files(client, upload, stall_timeout_s=stall_timeout_s)
+            return progress.bytes_total - there[0] - len(manifest)
 
         with begun_ahead(handed, files) as ahead:
             digests = await (hashing or digests_of(files))
             with self._connection.bulk.under_way():
-                progress = await self._connection.noting(put(digests, ahead))
-        return digests, progress.bytes_total - there[0]
+                return digests, await self._connection.noting(put(digests, ahead))
 
     async def renew(self, digests: Sequence[Digest], timeout_s: float) -> None:
         """Keep blobs that no manifest names for another grace period. Blobs that are gone do not come back."""

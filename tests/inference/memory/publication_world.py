@@ -143,7 +143,10 @@ class Store:
     async def acquire(self, *_asked: object, **_how: object) -> LeaseGrant:
         return LeaseGrant(self.generation, self.head)
 
-    async def write_tensors(self, files: list[bytes], _timeout_s: float, *_known: object) -> tuple[list[Digest], int]:
+    async def write_tensors(
+        self, files: list[bytes], _timeout_s: float, _hashing: object = None, naming: Awaitable[bytes] | None = None
+    ) -> tuple[list[Digest], int]:
+        self.manifests += bool(await naming) if naming is not None else 0
         return [Digest.of(data) for data in files], 0
 
     async def write_manifest(self, _manifest: bytes, _timeout_s: float) -> None:

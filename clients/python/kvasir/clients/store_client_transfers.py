@@ -1,6 +1,7 @@
 """The bookkeeping of uploads, for the blocking and the asynchronous client. Knows no channel."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.clients.channel import repeatable
@@ -36,6 +37,7 @@ class Upload:
         self._on_progress = on_progress
         self._pending = dict.fromkeys(missing)
         self._begins_over = False
+        self._manifest: Digest | None = None
         self.progress = pb.TransferProgress(
             blobs_total=len(blobs),
             bytes_total=sum(digest.size_bytes for digest in blobs),
@@ -44,6 +46,14 @@ class Upload:
         )
         self.progress.bytes_done = self.progress.bytes_total - sum(digest.size_bytes for digest in self._pending)
         self._report()
+
+    def add_manifest(self, data: Buffer) -> None:
+        """Send a manifest, too, which names the blobs: one stream for both. To be called before the first stream."""
+        self._manifest = digest = Digest.of(data)
+        self._blobs = {**self._blobs, digest: data}
+        self._pending[digest] = None
+        self.progress.blobs_total += 1
+        self.progress.bytes_total += digest.size_bytes
 
     def may_resume(self, digest: Digest) -> bool:
         """Whether the store may have bytes of a stream's first blob, so that their number is requested."""
@@ -68,9 +78,14 @@ class Upload:
         """The requests, serialized, that send these blobs, the first from `first_offset` on. `in_groups`: several in
         one where they are small."""
         most_frames = MAX_FRAMES if in_groups else 1
-        for message in joined_messages(part, self._blobs, self._kind, first_offset, most_frames=most_frames):
-            yield message
-            self._report()  # it was taken: bytes move, though large blobs of two streams are acknowledged late
+        for kind, blobs in groupby(part, self._kind_of):
+            for message in joined_messages(blobs, self._blobs, kind, first_offset, most_frames=most_frames):
+                yield message
+                self._report()  # it was taken: bytes move, though large blobs of two streams are acknowledged late
+            first_offset = 0
+
+    def _kind_of(self, digest: Digest) -> "pb.BlobKind":
+        return pb.BLOB_KIND_MANIFEST if digest == self._manifest else self._kind
 
     def acknowledge(self, response: pb.WriteBlobsResponse) -> None:
         for named in (response.digest, *response.more):

@@ -8,6 +8,7 @@ from kvasir import errors
 from kvasir.formats.digest import Digest
 
 from inference_svc.memory.outcomes import SnapshotState
+from inference_svc.memory.publishing.manifest_draft import ManifestDraft
 from inference_svc.memory.store.answers import NO_HEAD, Head
 from tests.inference.memory.publication_world import House, remembered, run
 
@@ -15,7 +16,7 @@ HEAD = Head(3, Digest.of(b"the version before"), 2)
 
 
 class WaitingHouse(House):
-    """Its store lets a commit wait until tensors and manifest are there; both wait for `may_end`."""
+    """Its store lets a commit wait until tensors are there, and the manifest with them; these wait for `may_end`."""
 
     def __init__(self, head: Head = HEAD) -> None:
         super().__init__(head)
@@ -25,11 +26,11 @@ class WaitingHouse(House):
         self.refuses_to_wait = False
         self.began: list[str] = []
         self.ended: list[str] = []
-        for name in ("write_tensors", "write_manifest", "commit"):
+        for name in ("write_tensors", "commit"):
             setattr(self.store, name, self._watched(name, getattr(self.store, name)))
 
     async def until_all_began(self) -> None:
-        while len(self.began) < 3:  # noqa: ASYNC110  they tell nobody
+        while len(self.began) < 2:  # noqa: ASYNC110  they tell nobody
             await asyncio.sleep(0.001)
 
     def _watched(self, name: str, call: Any) -> Any:
@@ -43,7 +44,7 @@ class WaitingHouse(House):
                 elif how["awaited"]:
                     if self.refuses_to_wait:
                         raise errors.FailedPrecondition("a blob is missing", reason="BLOB_MISSING")
-                    while not {"write_tensors", "write_manifest"} <= set(self.ended):  # noqa: ASYNC110  they tell nobody
+                    while "write_tensors" not in self.ended:  # noqa: ASYNC110  they tell nobody
                         await asyncio.sleep(0.001)
                 answer = await call(*given, **how)
             except asyncio.CancelledError:
@@ -60,11 +61,51 @@ def test_a_commit_goes_beside_its_last_files_and_names_them() -> None:
         house, memory = WaitingHouse(), remembered("one", HEAD)
         publication = house.publish(memory)
         await house.until_all_began()
-        assert (sorted(house.began), house.ended) == (["commit", "write_manifest", "write_tensors"], [])
+        assert (sorted(house.began), house.ended) == (["commit", "write_tensors"], [])
         house.may_end.set()
         assert (await publication).state is SnapshotState.COMMITTED
         assert (house.store.head.version, house.store.awaited) == (4, [[Digest.of(b"one")]])
+        assert (memory.files.tail, house.store.manifests) == (Digest.of(b"one"), 1)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_turn_ends_with_its_commits_answer_whatever_becomes_of_its_files_answers(is_cut: bool) -> None:
+    """The commit waited for them at the store: they are there."""
+
+    async def scenario() -> None:
+        house, memory = WaitingHouse(), remembered("one", HEAD)
+        house.ended.append("write_tensors")  # at the store, whose answer is late, or is lost
+        house.cuts += [errors.Unavailable("cut")] * is_cut
+        publication = house.publish(memory)
+        await asyncio.wait({publication}, timeout=5)
+        house.may_end.set() if not publication.done() else None
+        assert (publication.done(), house.store.head.version, house.ended) == (True, 4, ["write_tensors", "commit"])
+        assert publication.result().state is SnapshotState.COMMITTED
+        house.may_end.set()
+        await asyncio.sleep(0.01)
         assert memory.files.tail == Digest.of(b"one")
+        following = remembered("two", house.store.head)
+        assert (await house.publish(following, memory)).state is SnapshotState.COMMITTED
+        assert (house.began.count("write_tensors"), house.store.head.version) == (2, 5)
+
+    run(scenario)
+
+
+def test_files_whose_manifest_cannot_be_made_go_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refused(*_given: object) -> tuple[bytes, Digest]:
+        raise errors.InvalidArgument("messages: too many")
+
+    async def scenario() -> None:
+        house = WaitingHouse()
+        house.may_end.set()
+        monkeypatch.setattr(ManifestDraft, "completed", refused)
+        assert (await house.publish(remembered("one", HEAD))).state is SnapshotState.FAILED
+        async with asyncio.timeout(5):
+            while not house.ended:  # noqa: ASYNC110  they tell nobody
+                await asyncio.sleep(0.001)
+        assert (house.ended, house.store.manifests) == (["write_tensors"], 0)
 
     run(scenario)
 
@@ -78,7 +119,7 @@ def test_a_commit_comes_after_its_files(why: str) -> None:
             house.store.features = frozenset({"handed"})
         publication = house.publish(remembered("one", head))
         await asyncio.sleep(0.1)
-        assert sorted(house.began) == ["write_manifest", "write_tensors"]
+        assert house.began == ["write_tensors"]
         house.may_end.set()
         assert (await publication).state is SnapshotState.COMMITTED
         assert house.store.awaited == [()]
@@ -94,8 +135,7 @@ def test_a_commit_whose_files_did_not_come_is_taken_away_and_sent_again_with_the
         await house.until_all_began()
         house.may_end.set()
         assert (await publication).state is SnapshotState.COMMITTED
-        assert house.ended[0] == "write_manifest"
-        assert house.ended[1] == "commit was cancelled", "a commit is left of files that did not come"
+        assert house.ended[0] == "commit was cancelled", "a commit is left of files that did not come"
         assert house.began.count("write_tensors") == 2
         assert (house.store.head.version, len(house.store.stored)) == (4, 1)
 

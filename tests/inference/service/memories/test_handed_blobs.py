@@ -16,7 +16,7 @@ from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.clients import AioStoreClient
 from kvasir.clients.aio import handed_upload
-from kvasir.clients.aio.handed_upload import HandedUpload, put_by_files
+from kvasir.clients.aio.handed_upload import HandedUpload, send_by_files, upload_of
 from kvasir.clients.channel import bearer
 from kvasir.clients.handed_files import HandedFiles
 from kvasir.formats.blob_place import handed_place
@@ -29,10 +29,11 @@ from inference_svc.memory.store.files import StoreFiles
 from inference_svc.memory.store.remote_cache import RemoteCache
 from tests.cachestore.service.proxy import proxy_to
 from tests.cachestore.service.running import ROOT, RunningStore, make_credentials, store_home
-from tests.made_models.synthetic import SyntheticAgent, full_layers, kv_identity
+from tests.made_models.synthetic import SMALL, SyntheticAgent, full_layers, kv_identity
 
 # Blocks of 2 MB.
-NEW = SyntheticAgent(kv_identity("large", full_layers(8, 8, 128)), 7).turn(256 * 3 + 10)
+LARGE = kv_identity("large", full_layers(8, 8, 128))
+NEW = SyntheticAgent(LARGE, 7).turn(256 * 3 + 10)
 
 
 @pytest.fixture
@@ -46,6 +47,7 @@ def write(
     files: list[bytes],
     data_dir: Path | None = None,
     hashing: Callable[[], Awaitable[list[Digest]]] | None = None,
+    naming: Callable[[], Awaitable[bytes]] | None = None,
 ) -> tuple[list[Digest], int, int]:
     """What an engine stores: digests, the bytes that the store lacked, and how many bytes went to its socket."""
 
@@ -55,7 +57,8 @@ def write(
         cache = RemoteCache(StoreClients(client, client, client), "default", files_of_store)
         assert await cache.connection.answers()
         try:
-            return await cache.blobs.write_tensors(files, 10.0, hashing() if hashing is not None else None)
+            hashed, named = hashing and hashing(), naming and naming()
+            return await cache.blobs.write_tensors(files, 10.0, hashed, named)
         finally:
             await asyncio.sleep(0.05)  # a file that nobody takes is removed behind its last byte
             await cache.connection.close()
@@ -120,6 +123,28 @@ def test_one_file_is_handed_over_without_a_question_whatever_the_store_has_of_it
     assert left(store.data_dir) == []
     with store.client() as client:
         assert [bytes(client.get_blob(each)) for each in (digest, other)] == [data, begun]
+
+
+@pytest.mark.parametrize("way", ["a file", "bytes", "small bytes"])
+def test_a_manifest_goes_with_the_files_that_it_names_in_one_call(
+    store: RunningStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    snapshot = SyntheticAgent(SMALL if way == "small bytes" else LARGE, 3).turn(200)
+    files, streams, send = list(snapshot.new_blobs.values()), list[Any](), AioStoreClient._send
+
+    async def counted(client: AioStoreClient, *given: Any) -> None:
+        streams.append(given)
+        await send(client, *given)
+
+    async def naming() -> bytes:
+        return snapshot.manifest_bytes
+
+    monkeypatch.setattr(AioStoreClient, "_send", counted)
+    digests, lacked, _ = write(store, files, tmp_path if way == "bytes" else None, naming=naming)
+    assert (digests, lacked) == (list(snapshot.new_blobs), sum(map(len, files)))
+    assert len(streams) == 1
+    with store.client() as client:
+        assert client.commit("a", snapshot.manifest_digest, 0).version == 1
 
 
 async def until_written(store: RunningStore, size_bytes: int) -> None:
@@ -230,9 +255,8 @@ def test_a_store_killed_in_the_middle_is_handed_the_rest_when_it_is_back(tmp_pat
             async with AioStoreClient.connect(running.address) as client:
                 await client.get_capabilities()
                 files = HandedFiles(running.data_dir, "default")
-                await put_by_files(
-                    client, turn.new_blobs, [*turn.new_blobs], files, on_progress=kill_once, stall_timeout_s=20
-                )
+                upload = upload_of(turn.new_blobs, [*turn.new_blobs], files, kill_once)
+                await send_by_files(client, upload, stall_timeout_s=20)
 
         asyncio.run(put())
         assert (len(home.started), done[-1]) == (2, 40)

@@ -73,13 +73,19 @@ class HandedUpload(Upload):
     async def requests(  # type: ignore[override]
         self, part: Sequence[Digest], first_offset: int, *, in_groups: bool
     ) -> AsyncIterator[bytes]:
-        """The requests, serialized, that hand these blobs over, and then those that send the others. A blob of which
-        bytes have arrived is sent from there on."""
+        """The requests, serialized, that send a manifest, that hand these blobs over, and then those that send the
+        others. A blob of which bytes have arrived is sent from there on. The store makes the manifest, which comes
+        whole, durable with the file behind it."""
         self._stream += 1
         stream = self._stream
         await self.take_back()
         others = [*part[:1]] if first_offset else []
+        manifests = [digest for digest in part[len(others) :] if digest == self._manifest]
+        for message in super().requests(manifests, 0, in_groups=False):
+            yield message
         for digest in part[len(others) :]:
+            if digest in manifests:
+                continue
             token = await self._hand(digest, self._blobs[digest], stream)
             if stream != self._stream:
                 return
@@ -131,23 +137,33 @@ class HandedUpload(Upload):
             self._files.forget(token)
 
 
-async def put_by_files(
-    client: AioBlobTransfers,
+def upload_of(
     blobs: Mapping[Digest, Buffer],
     missing: list[Digest],
-    files: HandedFiles,
-    *,
+    files: HandedFiles | None,
     on_progress: OnProgress | None = None,
-    stall_timeout_s: float | None = None,
     ahead: HandedFile | None = None,
+) -> Upload:
+    """An upload of tensor files into `files`, where the store takes them; `missing`: those that it lacks. `ahead`: from
+    `begun_ahead`."""
+    if files is not None and any(digest.size_bytes >= _LEAST_BYTES for digest in missing):
+        return HandedUpload(blobs, missing, files, on_progress, ahead)
+    return Upload(blobs, pb.BLOB_KIND_TENSORS, missing, on_progress)  # their bytes may go by several streams
+
+
+async def send_by_files(
+    client: AioBlobTransfers, upload: Upload, *, stall_timeout_s: float | None = None
 ) -> pb.TransferProgress:
-    """As `put_blobs` of tensor files into `files`, where the store takes them; `missing`: those that it lacks. `ahead`:
-    from `begun_ahead`."""
-    if all(digest.size_bytes < _LEAST_BYTES for digest in missing):
-        upload = Upload(blobs, pb.BLOB_KIND_TENSORS, missing, on_progress)  # their bytes may go by several streams
-        return await client.send_all(upload, stall_timeout_s=stall_timeout_s)
-    upload = HandedUpload(blobs, missing, files, on_progress, ahead)
+    """As `send_all`, of an upload from `upload_of`."""
     try:
         return await client.send_all(upload, stall_timeout_s=stall_timeout_s)
     finally:
-        await upload.take_back()
+        if isinstance(upload, HandedUpload):
+            await upload.take_back()
+
+
+async def put_by_files(
+    client: AioBlobTransfers, blobs: Mapping[Digest, Buffer], missing: list[Digest], files: HandedFiles
+) -> pb.TransferProgress:
+    """As `put_blobs`, of tensor files of which the store lacks these, into `files`."""
+    return await send_by_files(client, upload_of(blobs, missing, files))
