@@ -423,7 +423,7 @@ class Gateway:
             agent_id=heads.agent_of(request),
             request_id=heads.request_id(request, new_request_id),
             room=room,
-            reading=self._around.tolerance.reading(request.headers.get(HEADER)),
+            reading=self._around.tolerance.reading(request.headers.get(HEADER), room.namespace),
         )
 
 

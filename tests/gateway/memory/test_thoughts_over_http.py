@@ -212,8 +212,9 @@ def test_ollamas_thoughts_come_back() -> None:
 # --- over an engine ---
 
 
-def ask(front: Front, path: str, body: dict[str, Any]) -> httpx.Response:
-    answer = httpx.post(front.gateway.url + path, json={"model": "m", **body}, headers=front.bearer(), timeout=60)
+def ask(front: Front, path: str, body: dict[str, Any], caller: str = "ada") -> httpx.Response:
+    headers = front.bearer(caller)
+    answer = httpx.post(front.gateway.url + path, json={"model": "m", **body}, headers=headers, timeout=60)
     assert answer.status_code == 200, answer.text
     return answer
 
@@ -369,3 +370,13 @@ def test_after_a_restart_of_the_gateway_thoughts_are_still_ours(thinking: Front)
     after = ask(thinking, MESSAGES, turns_of(MESSAGES, [*said, *loop_of(MESSAGES, first)]))
     assert "x-kvasir-ignored" not in after.headers
     assert counts(MESSAGES, after.json())[1] >= prompt + reply - 4
+
+
+def test_sealed_thoughts_of_one_namespace_are_opened_in_no_other(thinking: Front) -> None:
+    said = [{"role": "user", "content": f"Secretly. {QUESTION}"}]
+    first = ask(thinking, RESPONSES, turns_of(RESPONSES, said)).json()
+    again = turns_of(RESPONSES, [*said, *loop_of(RESPONSES, first)])
+    ignored = [
+        ask(thinking, RESPONSES, again, caller).headers.get("x-kvasir-ignored") for caller in ("ada", "bob", "eve")
+    ]
+    assert ignored == [None, None, "input[1].encrypted_content"]

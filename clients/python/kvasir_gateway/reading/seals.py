@@ -17,9 +17,16 @@ class ThoughtSeals:
         # Late: only who serves has seals.
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+        self._key, self._of = key, dict[str, ThoughtSeals]()
         self._signing = blake3(_MARK + b" signature", key=key).digest()
         self._sealing = AESGCM(blake3(_MARK + b" seal", key=key).digest())
         self._numbering = blake3(_MARK + b" nonce", key=key).digest()
+
+    def of(self, namespace: str) -> "ThoughtSeals":
+        """Those of one namespace. Another's open and know nothing of theirs."""
+        if namespace not in self._of:
+            self._of[namespace] = ThoughtSeals(blake3(_MARK + namespace.encode(), key=self._key).digest())
+        return self._of[namespace]
 
     def signature(self, text: str) -> str:
         digest = blake3(text.encode("utf-8", "surrogatepass"), key=self._signing).digest()

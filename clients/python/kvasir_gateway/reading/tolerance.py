@@ -135,9 +135,10 @@ class Tolerance:
     side_rules: Sequence[SideRule] = tuple(SIDE_RULES.values())
     _logged: set[str] = field(default_factory=set)
 
-    def reading(self, rules: str | None) -> Reading:
+    def reading(self, rules: str | None, namespace: str = "") -> Reading:
         """`rules`: those of a request's header. Raises InvalidArgument."""
-        return Reading(self.is_strict, asked(rules, self.rules), self.any_model, self.seals, self.side_rules)
+        seals = self.seals.of(namespace) if self.seals is not None else None
+        return Reading(self.is_strict, asked(rules, self.rules), self.any_model, seals, self.side_rules)
 
     def log(self, path: str, reading: Reading) -> None:
         """A line for each field when it is ignored for the first time."""
