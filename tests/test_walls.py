@@ -499,6 +499,20 @@ def test_a_record_has_few_fields(trees: dict[str, ast.Module]) -> None:
     assert {name: fields for name, fields in sizes.items() if fields > 14} == {}
 
 
+def test_no_further_class_has_more_than_ten_public_methods(trees: dict[str, ast.Module]) -> None:
+    """Those that have are ports, the calls of a service, and clients of one; and a few that should have fewer."""
+    sizes = {
+        f"{path} {node.name}": sum(
+            isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) and not each.name.startswith("_")
+            for each in node.body
+        )
+        for path, tree in trees.items()
+        for node in nodes(tree)[ast.ClassDef]
+    }
+    wide = {name: methods for name, methods in sizes.items() if methods > 10}
+    assert len(wide) <= 20, wide
+
+
 def test_pages_for_newcomers_stay_short() -> None:
     words = {page: len((ROOT / page).read_text().split()) for page in ("README.md", "DESIGN.md")}
     assert words["README.md"] <= 900
