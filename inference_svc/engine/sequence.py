@@ -60,9 +60,8 @@ class Sequence:
         matcher: GrammarMatcher | None = None,
         listener: api.Listener = lambda _events: None,
     ) -> None:
-        self.plan = plan
-        self.namespace, self.priority = plan.namespace, plan.pace.priority
-        self.longest_gap_s = plan.pace.longest_gap_s
+        self.plan, self.namespace, pace = plan, plan.namespace, plan.pace
+        self.priority, self.longest_gap_s = pace.priority, pace.longest_gap_s
         self.cells = Cells(len(plan.token_ids), model.cell_tokens, _rewind_point(plan, model))
         # A pass that fills masks computes the prompt's last token too, if that is all of the prompt that has no KV.
         takes_last = model.mask_window is not None and plan.generates and self.cells.prompt_tokens > 1
