@@ -60,6 +60,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 # Files with a test that takes longer come first: begun last, it would keep a core waiting for its end.
 LONGEST_S = 12
+# Each parses all sources: side by side they fall to one worker, which does it once.
+READ_ALL = (
+    *("tests/test_walls.py", "tests/test_cancellation.py", "tests/kvasir/test_error_reasons.py"),
+    "tests/campaigns/fairness/test_shared_resources.py",
+)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -88,7 +93,7 @@ def take_turns(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long tests first, and with KVASIR_TURN those of its part alone."""
     long = {item: marker.args[0] for item in items if (marker := item.get_closest_marker("long"))}
     longest = {item.path for item in long if long[item] > LONGEST_S}
-    items.sort(key=lambda item: item.path not in longest)
+    items.sort(key=lambda item: (item.path not in longest, not item.nodeid.startswith(READ_ALL)))
     turn = long_tests.turn()
     if turn is None:
         return

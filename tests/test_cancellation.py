@@ -10,23 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.source_trees import modules
+from tests.source_trees import modules, nodes
 
 _CATCHES = ("BaseException", "CancelledError")
 Coroutine = ast.AsyncFunctionDef
 
 
-def swallowed(tree: ast.AST) -> Iterator[int]:
+def swallowed(tree: ast.Module) -> Iterator[int]:
     """Lines where a cancel would end: handlers that do not raise, and suppress()."""
-    for function in ast.walk(tree):
-        if isinstance(function, Coroutine):
-            for node in own_nodes(function):
-                if isinstance(node, ast.Try | ast.TryStar) and any(map(awaits, node.body)):
-                    yield from (
-                        handler.lineno for handler in node.handlers if catches(handler.type) and not raises(handler)
-                    )
-                if isinstance(node, ast.With) and any(map(suppresses, node.items)) and any(map(awaits, node.body)):
-                    yield node.lineno
+    for function in nodes(tree)[Coroutine]:
+        for node in own_nodes(function):
+            if isinstance(node, ast.Try | ast.TryStar) and any(map(awaits, node.body)):
+                yield from (
+                    handler.lineno for handler in node.handlers if catches(handler.type) and not raises(handler)
+                )
+            if isinstance(node, ast.With) and any(map(suppresses, node.items)) and any(map(awaits, node.body)):
+                yield node.lineno
 
 
 def own_nodes(function: ast.AST) -> Iterator[ast.AST]:

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -195,8 +196,13 @@ def is_there(name: str, page: str) -> bool:
     """Whether it lies beside the page, in the repository, or, of a file of source, at the end of exactly one path."""
     if (ROOT / page).parent.joinpath(name).exists() or (ROOT / name).exists():
         return True
-    folders = (ROOT / folder for folder in ("inference_svc", "cachestore_svc", "clients", "proto", "tests", "tools"))
-    return name.endswith(".py") and sum(1 for folder in folders for _ in folder.rglob(name)) == 1
+    return name.endswith(".py") and sum(path.match(name) for path in python_files()) == 1
+
+
+@cache
+def python_files() -> list[Path]:
+    folders = ("inference_svc", "cachestore_svc", "clients", "proto", "tests", "tools")
+    return [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
 
 
 @pytest.mark.parametrize("page", PAGES)
