@@ -27,6 +27,7 @@ from tests.cachestore.index.lives import (
     remove_log,
     told,
 )
+from tests.made_models.sampling import first_and_in_turn
 from tests.made_models.synthetic import MIXED, SMALL, WINDOWED, SyntheticAgent
 from tests.running.programs import run
 
@@ -40,7 +41,9 @@ def nothing(root: Path) -> None:
     pass
 
 
-@pytest.mark.parametrize("harm", [remove_database, remove_log, remove_both, cut_log, nothing])
+@pytest.mark.parametrize(
+    "harm", first_and_in_turn([remove_both, cut_log, remove_database, remove_log, nothing], seconds=2, first=2)
+)
 def test_everything_comes_back_as_it_was(life: Life, killed: Lab, harm: Callable[[Path], None]) -> None:
     harm(killed.root)
     old = {path.name for path in killed.root.glob(f"{DATABASE}*")}

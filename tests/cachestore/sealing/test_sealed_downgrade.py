@@ -40,7 +40,14 @@ def refuses_to_write(store: Store) -> None:
     assert refused.value.reason == "NAMESPACE_SEALED"
 
 
-@pytest.mark.parametrize("deleted", [each for count in (1, 2, 3) for each in combinations(TRACES, count)], ids="-".join)
+@pytest.mark.parametrize(
+    "deleted",
+    [
+        pytest.param(each, id="-".join(each), marks=() if len(each) > 2 or each == TRACES[:1] else pytest.mark.long(2))
+        for count in (1, 2, 3)
+        for each in combinations(TRACES, count)
+    ],
+)
 def test_one_copy_of_the_record_brings_all_back_and_without_any_the_namespace_is_shut(
     lab: Lab, deleted: tuple[str, ...]
 ) -> None:

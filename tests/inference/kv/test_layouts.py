@@ -40,6 +40,7 @@ from tests.inference.kv import test_backends
 from tests.inference.kv.greedy import ROOMY, tokens_of
 from tests.inference.kv.mlx_lm_batch import judged_layers
 from tests.inference.kv.sequences import identity_of, pool_of, stored, unrounded_pool
+from tests.made_models.sampling import first_and_in_turn
 from tests.on_gpu import gpu
 
 ALL = {**FAMILIES, "deepseek_v3": DEEPSEEK_V3, "falcon_h1": FALCON_H1, "jamba": JAMBA}
@@ -393,7 +394,7 @@ def test_a_model_whose_layers_do_not_hand_on_rows_is_tried_as_it_is(tmp_path: Pa
     refused(model, "something else", "0")
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", first_and_in_turn(list(ALL), seconds=2, first=3))
 def test_the_first_layers_of_a_family_show_what_all_of_them_show(
     name: str, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,7 @@ def leave(world: World, visitor: Job) -> float:
     return began_s
 
 
+@pytest.mark.long(3)
 @given(
     st.integers(1, 48),
     st.lists(st.tuples(st.floats(0.0, 1.5), st.integers(1, 6)), min_size=1, max_size=4),

@@ -157,9 +157,10 @@ def test_a_load_that_ends_in_any_way_leaves_threads_their_usual_time(monkeypatch
     ("arguments", "code", "said"),
     [
         (["--memory-gib", "1e9"], 78, "--memory-gib"),
-        pytest.param(["--nonsense"], 2, "--nonsense", marks=pytest.mark.long(2)),
+        (["--nonsense"], 2, "--nonsense"),
     ],
 )
+@pytest.mark.long(4)
 def test_a_service_that_is_refused_ends_though_its_model_is_still_read(
     arguments: list[str], code: int, said: str, tmp_path: Path
 ) -> None:

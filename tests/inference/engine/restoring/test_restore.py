@@ -14,9 +14,10 @@ from inference_svc.engine.api import AgentKey, Hot, Restored, Tokens
 from inference_svc.engine.files.incoming import Incoming
 from inference_svc.text.token_ids import TokenIds
 from tests.inference.engine.driving import GENERATED, Driver, Listener, tokens_of
+from tests.made_models.sampling import first_and_in_turn
 
 AROUND_EDGES = [*range(250, 263), *range(506, 519), *range(1018, 1031)]
-SAMPLE = [*range(253, 260), 511, 512, 513, 1023, 1024, 1025, 700]
+SAMPLE = [255, 256, 257, 512, 700, 253, 254, 258, 259, 511, 513, 1023, 1024, 1025]
 RANDOM_LENGTHS = [random.Random(7).randrange(5, 2000) for _ in range(40)]
 
 
@@ -45,7 +46,7 @@ def test_a_reply_depends_on_its_whole_context(driver: Driver) -> None:
     assert len(set(reply)) > GENERATED / 2
 
 
-@pytest.mark.parametrize("length", SAMPLE)
+@pytest.mark.parametrize("length", first_and_in_turn(SAMPLE, seconds=5, first=5))
 def test_a_restored_sequence_goes_on_as_if_it_had_never_left(driver: Driver, length: int) -> None:
     key, state = driver.remember(length, seed=length)
     goes_on_equally(driver, key, len(state.token_ids), tokens_of(17, seed=1))

@@ -22,16 +22,11 @@ TOKENS = 14
 # Of stored K and V of more bits a page is larger. The emulator copies the pool for each kernel.
 SERVED = (
     (policy_of(Rung.Q4, "float16"), BUDGET, False, True),
-    *(
-        pytest.param(each, marks=pytest.mark.long(4))
-        for each in (
-            (policy_of(Rung.Q4, "float16"), BUDGET, False, False),
-            (policy_of(Rung.Q4, "float16"), BUDGET, True, True),
-            (policy_of(Rung.FP, "float16"), 3 * BUDGET, False, True),
-            (policy_of(Rung.Q4_ROTATED, "float16"), BUDGET, False, True),
-            (policy_of(Rung.Q4_ROTATED, "float16"), BUDGET, False, False),
-        )
-    ),
+    (policy_of(Rung.Q4, "float16"), BUDGET, False, False),
+    (policy_of(Rung.Q4, "float16"), BUDGET, True, True),
+    (policy_of(Rung.FP, "float16"), 3 * BUDGET, False, True),
+    (policy_of(Rung.Q4_ROTATED, "float16"), BUDGET, False, True),
+    (policy_of(Rung.Q4_ROTATED, "float16"), BUDGET, False, False),
 )
 NAMES = "q4", "q4, by operations", "q4, next token", "exact", "rotated", "rotated, by operations"
 
@@ -41,6 +36,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_wedlm(tmp_path_factory.mktemp("wedlm"))
 
 
+@pytest.mark.long(25)
 @pytest.mark.parametrize("served", SERVED, ids=NAMES)
 def test_turns_together_over_pages_are_those_of_the_reference(
     tmp_path: Path, served: Any, monkeypatch: pytest.MonkeyPatch

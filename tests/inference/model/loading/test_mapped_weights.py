@@ -89,7 +89,7 @@ def check_equal(directory: Path, compute_type: str | None = "float32") -> Loaded
 class TestMapped:
     pytestmark = mapping
 
-    @pytest.mark.parametrize("name", ALL)
+    @pytest.mark.parametrize("name", first_and_in_turn(list(ALL), seconds=2, first=3))
     def test_every_family_is_the_same_mapped_as_copied(self, name: str, tmp_path: Path) -> None:
         shift(write_family(tmp_path, ALL[name]) / "model.safetensors", 0)
         loaded = check_equal(tmp_path)
