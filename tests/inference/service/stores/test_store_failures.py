@@ -65,7 +65,7 @@ def test_a_turn_without_a_store_has_the_tokens_of_one_with_it(house: House) -> N
     lost = cold_turn(house, "alone", f"alone: {PASSAGE}")
     assert lost.finished.snapshot.state == pb.SNAPSHOT_STATE_PENDING
     house.repair()
-    found = cold_turn(house, "beside", f"alone: {PASSAGE}")
+    found = cold_turn(house, "not alone", f"alone: {PASSAGE}")
     assert found.finished.snapshot.state == pb.SNAPSHOT_STATE_COMMITTED
     assert found.token_ids == lost.token_ids
 
