@@ -19,6 +19,7 @@ from functools import partial
 import structlog
 from kvasir import errors
 from kvasir.server.locks import Locks
+from kvasir.waits import SOON_S
 
 from inference_svc.engine.api import AgentKey, ContextExceeded
 from inference_svc.memory.outcomes import Source
@@ -40,7 +41,6 @@ from inference_svc.turns.turn_reporter import counted
 
 _LOG = structlog.get_logger(__name__)
 _MAX_SERVINGS = 4  # while a turn is planned, its agent may get a newer version: serve it from its beginning this often
-_TIMES_OF_APPEND = 8  # its agent's memory is no choice: a late answer is better than a refusal
 
 
 class _OvertakenError(Exception):
@@ -157,7 +157,8 @@ class TurnFlow:
         key, given = turn.request.key, turn.request.input
         takes = turn.request.work is not Work.WAKE
         is_append = isinstance(given, MessagesInput) and given.is_append
-        with budget.longer(_TIMES_OF_APPEND) if is_append else contextlib.nullcontext():
+        # An append is refused without its agent's memory: a late answer is better.
+        with budget.at_least(SOON_S) if is_append else contextlib.nullcontext():
             recollection = await self._parts.recall.of_turn(key, budget, extends=turn.request.extends, takes=takes)
         if key is not None and await self.taken.coming(key):
             raise _OvertakenError

@@ -32,10 +32,10 @@ class Budget:
         self._allowed_s += received_bytes / self._min_bytes_per_s
 
     @contextlib.contextmanager
-    def longer(self, times: int) -> Iterator[None]:
-        """For the block it is so many times as long. The time of the block is no loss for the rest."""
+    def at_least(self, seconds: float) -> Iterator[None]:
+        """For the block so much of it is left. The time of the block is no loss for the rest."""
         allowed_s, before_s = self._allowed_s, self.spent_s
-        self._allowed_s = before_s + times * self.seconds
+        self._allowed_s = max(allowed_s, before_s + seconds)
         try:
             yield
         finally:

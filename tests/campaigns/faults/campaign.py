@@ -18,6 +18,7 @@ from kvasir.clients import AioInferenceClient, Reply, StoreClient
 from kvasir.errors import KvasirError
 from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.waits import SOON_S
 
 from tests.campaigns.faults.faulty_link import Fault, FaultyLink
 from tests.campaigns.hammer import canaries
@@ -28,7 +29,7 @@ from tests.running.system_fixtures import House
 from tools.kvasir_tiny.words import Dice
 
 BUDGET_S = 0.25
-_TIMES_OF_APPEND = 8  # of the budget: it is refused without its agent's memory
+_TIMES_OF_APPEND = SOON_S / BUDGET_S  # it is refused without its agent's memory
 KINDS = ("outage", "blip", "hang", "delay", "slow", "truncate", "flip", "disk")
 # Room for about two memories: what was not used last is read from the store.
 _OPTIONS = ("--store-budget-ms", "250", "--commit-wait-s", "0.5", "--memory-gib", "0.0018")

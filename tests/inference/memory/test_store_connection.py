@@ -33,13 +33,15 @@ def test_a_budget_is_spent_by_waiting_and_earned_by_bytes() -> None:
 def test_a_budget_is_longer_for_a_block_whose_time_is_counted_and_no_loss_for_the_rest() -> None:
     now = [0.0]
     budget = Budget(0.25, 1000, lambda: now[0])
-    with budget.longer(8):
+    with budget.at_least(2.0):
         assert budget.remaining_s == 2.0
         with contextlib.suppress(ZeroDivisionError), budget.spending():
             now[0] += 1.5
             raise ZeroDivisionError
         assert budget.remaining_s == pytest.approx(0.5)
     assert (budget.spent_s, budget.remaining_s) == (1.5, pytest.approx(0.25))
+    with budget.at_least(0.1):
+        assert budget.remaining_s == pytest.approx(0.25), "it is no less than it was"
 
 
 async def test_a_breaker_opens_at_a_failure_and_closes_when_the_probe_is_answered() -> None:

@@ -300,7 +300,7 @@ class EngineLimits(Table):
     store_budget_ms: float = option(
         250.0,
         "The most time that a turn waits for a store that makes no progress, in total. A turn of append_messages "
-        "waits eight times as long to learn its agent's memory, without which it is refused.",
+        "waits two seconds if that is more to learn its agent's memory, without which it is refused.",
         least=0,
     )
     store_wait_s: float = option(
