@@ -62,7 +62,7 @@ class Blobs:
         """As `open_writer`, of many at once: a writer of each, or why it has none. A handed blob has arrived whole."""
         self._core.check_open(namespace)
         with self._core.writers.noting_ends() as ended:
-            lacking = set(self.find_missing(namespace, [blob.digest for blob in blobs]))
+            lacking = set(self._lacking(namespace, [blob.digest for blob in blobs]))
             begun = list[BlobWriter | KvasirError]()
             if lacking:
                 self._core.space.look(namespace)
@@ -84,6 +84,18 @@ class Blobs:
                 each.abandon()
                 opened[number] = StoredBlob(each.digest)
         return opened
+
+    def _lacking(self, namespace: str, digests: Sequence[Digest]) -> list[Digest]:
+        """As `find_missing`, without the index's thread for blobs that have no file: nothing is listed before its file
+        has its name, and a turn's end waits for the answer.
+        """
+        named = digests if self.are_far else [digest for digest in digests if self._has_file(namespace, digest)]
+        return [*(set(digests) - set(named)), *(self.find_missing(namespace, named) if named else ())]
+
+    def _has_file(self, namespace: str, digest: Digest) -> bool:
+        with suppress(OSError):
+            return self._core.blobs.of(namespace).size_bytes(digest.hash) is not None
+        return True
 
     def _begin(self, namespace: str, blobs: Sequence[NewBlob], begun: list[BlobWriter | KvasirError]) -> None:
         """Add to `begun` a writer of each, or why it has none; one by one if the quota is too full for all."""

@@ -277,6 +277,35 @@ def _stored(store: Store, blobs: list[NewBlob]) -> list[Exception | None]:
     return finish_all([each for each in opened if not isinstance(each, KvasirError)])
 
 
+def test_only_a_blob_that_has_a_file_is_looked_up_before_it_is_written(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is listed without one, and the index has one thread."""
+    with lab.open() as store:
+        store.blobs.receive_files(NS)
+        token, read = handed_file(lab)[1], type(store._core.catalog).read
+        looked_up: list[object] = []
+        monkeypatch.setattr(
+            type(store._core.catalog),
+            "read",
+            lambda *given: looked_up.append(given) or read(*given),  # type: ignore[func-returns-value]
+        )
+        assert _stored(store, [WITH_FILE, NewBlob(DIGEST, TENSORS, token)]) == [None, None]
+        assert looked_up == []
+        [again] = store.blobs.open_writers(NS, [WITH_FILE])
+        assert not isinstance(again, KvasirError)
+        assert (again.is_stored, len(looked_up)) == (True, 1)
+
+
+def test_a_blob_whose_file_is_gone_is_written_again(lab: Lab) -> None:
+    with lab.open() as store:
+        write(store, DIGEST, DATA, TENSORS)
+        lab.file_of(DIGEST).unlink()
+        write(store, DIGEST, DATA, TENSORS)
+        assert bytes(store.blobs.read(NS, DIGEST)) == DATA
+        assert store.statistics.of(NS).blob_bytes == DIGEST.size_bytes
+
+
 def test_a_file_that_changes_after_it_was_taken_is_damage_that_a_reader_finds(lab: Lab) -> None:
     with lab.open() as store:
         store.blobs.receive_files(NS)
