@@ -1,5 +1,6 @@
 """The end of a turn: the agent's new memory, its publication, the last message; and retries, answered from memory."""
 
+import asyncio
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -110,12 +111,17 @@ class TurnEnding:
         turn.counters.tokens["accepted_draft"] += ended.accepted_draft_tokens
         if times.last_token_at is not None:
             turn.counters.times.last_event.add(self._parts.clock() - times.last_token_at)
-        source = (turn.source or ran.prepared.source).value
-        self._trace(ran, times, source, self._parts.clock() - ended_s)
-        self._log(ran, snapshot, times, source, ended_s)
+        source, now_s = (turn.source or ran.prepared.source).value, self._parts.clock()
+        # Behind the reader, whose turn on the loop comes first.
+        soon = asyncio.get_running_loop().call_soon
+        soon(self._trace, ran, times, source, now_s - ended_s)
+        soon(self._log, ran, snapshot, times, source, (ended_s, now_s))
 
-    def _log(self, ran: Ran, snapshot: SnapshotOutcome, times: TurnTiming, source: str, ended_s: float) -> None:
-        ended, last_token_s = ran.ended, times.last_token_at or ended_s
+    def _log(
+        self, ran: Ran, snapshot: SnapshotOutcome, times: TurnTiming, source: str, ended_stored_s: tuple[float, float]
+    ) -> None:
+        ended, (ended_s, stored_s) = ran.ended, ended_stored_s
+        last_token_s = times.last_token_at or ended_s
         _LOG.info(
             "turn.finished",
             request_id=ran.planned.request.request_id,
@@ -128,7 +134,7 @@ class TurnEnding:
             prefill_ms=round(1e3 * ended.timings.prefill_s, 1),
             # Since its last token: until that one had its KV, and until its memory was stored.
             ended_ms=round(1e3 * (ended_s - last_token_s), 1),
-            stored_ms=round(1e3 * (self._parts.clock() - last_token_s), 1),
+            stored_ms=round(1e3 * (stored_s - last_token_s), 1),
         )
 
     def _trace(self, ran: Ran, times: TurnTiming, source: str, ended_ago_s: float) -> None:
