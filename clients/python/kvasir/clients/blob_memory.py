@@ -5,6 +5,7 @@ the system untouched: a `bytearray` is filled with zeros under that lock, a new 
 
 import sys
 import threading
+from collections.abc import Callable
 from mmap import MAP_ANON, MAP_PRIVATE, mmap
 
 _LEAST_BYTES = 1 << 20  # smaller memory is new each time
@@ -18,10 +19,13 @@ _REFERENCES_OF_FREE = _references([mmap(-1, 1)], 0)
 
 
 class BlobMemory:
-    """From any thread. `kept_bytes`: so much of it is remembered at most, whether it is in use or not."""
+    """From any thread. `kept_bytes`: so much of it is remembered at most, whether it is in use or not. `unkept`: makes
+    memory beyond that; by default such as the process may have still, where the system gives new pages.
+    """
 
-    def __init__(self, kept_bytes: int) -> None:
+    def __init__(self, kept_bytes: int, unkept: Callable[[int], bytearray | memoryview] = bytearray) -> None:
         self._kept_bytes = kept_bytes
+        self._unkept = unkept
         self._gate = threading.Lock()
         self._known: list[mmap] = []
 
@@ -36,11 +40,11 @@ class BlobMemory:
             found = next(filter(self._is_free, fitting), None)
             return memoryview(self._made(size_bytes) if found is None else self._known[found])[:size_bytes]
 
-    def _made(self, size_bytes: int) -> mmap | bytearray:
+    def _made(self, size_bytes: int) -> mmap | bytearray | memoryview:
         if self._room() < size_bytes:  # those of other sizes go
             self._known = [self._known[each] for each in range(len(self._known)) if not self._is_free(each)]
         if self._room() < size_bytes:
-            return bytearray(size_bytes)  # which the process may have still, where the system gives new pages
+            return self._unkept(size_bytes)
         made = mmap(-1, size_bytes, flags=MAP_PRIVATE | MAP_ANON)
         self._known.append(made)
         return made
