@@ -17,9 +17,10 @@ from kvasir.waits import SOON_S
 from starlette.types import Receive, Scope, Send
 
 from kvasir_gateway.chunks import ReplyStream
-from kvasir_gateway.conversations import Chain, Conversations
+from kvasir_gateway.conversations import Conversations
 from kvasir_gateway.engine import CallerAtEngine, sent_messages
 from kvasir_gateway.metrics import GatewayNumbers
+from kvasir_gateway.reading.known_answers import Chain
 from kvasir_gateway.reading.quoting import Quoted
 from kvasir_gateway.reading.records import PREFIX, AgentRecords
 from kvasir_gateway.reading.side_calls import SUMMARY, SideRule, side_call_of

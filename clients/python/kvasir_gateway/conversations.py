@@ -15,12 +15,11 @@ conversation that continues at another time is found, and its memory goes on."""
 import asyncio
 import contextlib
 import logging
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from itertools import repeat
 
 from blake3 import blake3
 from kvasir.errors import KvasirError
@@ -28,58 +27,17 @@ from kvasir.waits import SOON_S
 
 from kvasir_gateway.reading.compaction import Summaries
 from kvasir_gateway.reading.comparing import at_any_time, canonical, common_messages
+from kvasir_gateway.reading.known_answers import DIGEST_CHARS, Answer, Chain, KnownAnswers, Point, Tip
 from kvasir_gateway.reading.made_calls import MadeCalls
 from kvasir_gateway.reading.quoting import Quoted, chars_in_common, newest
 from kvasir_gateway.reading.records import PREFIX, AgentRecords, Kept
 from kvasir_gateway.turn import Said
 
 _log = logging.getLogger(__name__)
-_DIGEST_CHARS = 24
 _MAX_TIPS = 100_000
 _MAX_LOOKED_AT = 8
 _MAX_CUT = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class Tip:
-    """The point of an agent's memory at which a conversation was answered."""
-
-    agent_id: str
-    version: int  # 0: it is not known which
-    is_newest: bool
-    messages: int = 0  # up to this point; 0: it is not known how many
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """A prefix of a conversation: its digest, now and at any time, its number of messages, and the ids of the calls
-    that it ends with: clients complete calls, and keep their ids."""
-
-    digest: str
-    alike: str
-    messages: int
-    call_ids: Sequence[str] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """Digests of a conversation's opening, of each prefix that ends with a reply, and of all its messages, as it is
-    and at any time. `session`: of the caller's hint. `names`: of all points but the opening. `call_ids`: the newest
-    first."""
-
-    points: Sequence[Point]
-    names: Sequence[str]
-    call_ids: Sequence[str]
-    digest: bytes
-    alike: bytes
-    messages: int
-    session: bytes
-    is_exact: bool
-
-    @property
-    def opening(self) -> str:
-        """What the name of its agent begins with."""
-        return self.points[0].alike[:_DIGEST_CHARS]
+_NO_ANSWERS = KnownAnswers()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +65,7 @@ class Conversations:
         self._new_name = new_name
         self._now = now
         self._max_kept = max_kept
-        # By namespace and digest the agent and its version, and by agent the digest of its newest answer.
-        self._answers: dict[tuple[str, str], tuple[str, int]] = {}
-        self._newest: dict[tuple[str, str], str] = {}
-        # By namespace and digest at any time the digest of the newest answer.
-        self._alike: dict[tuple[str, str], str] = {}
-        # By namespace the digests of its answers, now and at any time, the oldest first.
-        self._held: defaultdict[str, OrderedDict[str, str]] = defaultdict(OrderedDict)
-        self._calls: dict[tuple[str, str], str] = {}  # by a call's id the digest of the answer that made it
-        self._calls_of: dict[tuple[str, str], Sequence[str]] = {}
-        self._openings: dict[tuple[str, str], str] = {}  # by agent, as of its newest answer
+        self._known = defaultdict[str, KnownAnswers](KnownAnswers)  # by namespace
         self._busy: dict[tuple[str, str], _UnderWay] = {}
         self.forks: dict[tuple[str, str], tuple[AgentRecords, int]] = {}
         """Forks that were made for a turn that is not answered yet, with their version."""
@@ -150,7 +99,7 @@ class Conversations:
         """The agent that a turn with these messages shall extend: found, forked, or new. It is busy from now on."""
         await self._end_of_interrupted(namespace, chain, messages, records)
         name, opening = f"{PREFIX}{chain.opening}/{self._new_name()}", (namespace, chain.points[0].alike)
-        found = self._tip(namespace, chain) or await self._stored_tip(chain, messages, records)
+        found = self._answers_of(namespace).tip(chain) or await self._stored_tip(chain, messages, records)
         cut = await self._cut(opening, chain, messages, records) if found is None else ""
         if found is not None:
             if found.is_newest and (namespace, found.agent_id) not in self._busy:
@@ -163,6 +112,9 @@ class Conversations:
             self._begun[namespace, name] = opening
         self._take(namespace, name, chain, messages)
         return name
+
+    def _answers_of(self, namespace: str) -> KnownAnswers:
+        return self._known.get(namespace, _NO_ANSWERS)
 
     def _take(self, namespace: str, agent_id: str, chain: Chain, messages: Sequence[Said]) -> None:
         self._busy[namespace, agent_id] = _UnderWay(chain.points[0].alike, messages, asyncio.Event())
@@ -178,7 +130,7 @@ class Conversations:
         opening, busy = chain.points[0].alike, self._busy.items()
         alike = [turn for (theirs, _), turn in busy if theirs == namespace and turn.opening == opening]
         # Behind one of several answers to the same messages nobody waits for the others.
-        if alike and (tip := self._tip(namespace, chain)) is not None:
+        if alike and (tip := self._answers_of(namespace).tip(chain)) is not None:
             alike = [turn for turn in alike if len(turn.messages) > tip.messages]
         if shorter := [turn for turn in alike if len(turn.messages) < len(messages)]:
             found = await records.beside(partial(_followed, shorter, messages, is_exact=chain.is_exact))
@@ -206,8 +158,8 @@ class Conversations:
 
     async def agent_behind(self, namespace: str, chain: Chain, messages: Sequence[Said], records: AgentRecords) -> str:
         """The agent that remembers the conversation so far, for a turn that changes nothing of it; else nothing."""
-        found = self._tip(namespace, chain)
-        if found is None and (maker := self._maker_of_calls(namespace, chain)):
+        found = self._answers_of(namespace).tip(chain)
+        if found is None and (maker := self._answers_of(namespace).maker_of(chain.call_ids)):
             return maker
         found = found or await self._stored_tip(chain, messages, records)
         return found.agent_id if found is not None else ""
@@ -243,8 +195,8 @@ class Conversations:
         """The agent whose history these messages take the place of, by its summary or its newest calls; else nothing.
         It is busy from now on, and found under the new opening, too."""
         agent_id = ""
-        if self._tip(namespace, chain) is None:
-            agent_id = "" if is_side_call else self._maker_of_calls(namespace, chain)
+        if self._answers_of(namespace).tip(chain) is None:
+            agent_id = "" if is_side_call else self._answers_of(namespace).maker_of(chain.call_ids)
             agent_id = agent_id or await self._summarized(namespace, chain, messages, records)
             if not agent_id and not is_side_call:
                 agent_id = await self._stored_maker_of_calls(namespace, chain, records)
@@ -278,20 +230,11 @@ class Conversations:
         self._begun.pop((namespace, agent_id), None)
         if self.cut.get(opening := (namespace, chain.points[0].alike)) == agent_id:
             del self.cut[opening]
-        digest = self._next(chain.digest, reply).hex()
-        place = (namespace, digest)
-        self._forget(place)  # another agent may have answered the same
-        self._answers[place] = (agent_id, version)
-        self._newest[namespace, agent_id] = digest
-        self._openings[namespace, agent_id] = chain.points[0].alike
-        self._calls_of[place] = [call.id for call in reply.tool_calls if call.id]
-        self._calls |= {(namespace, call): digest for call in self._calls_of[place]}
-        alike = self._held[namespace][digest] = self._next(chain.alike, reply).hex()
-        if alike != digest:
-            self._alike[namespace, alike] = digest
-        if len(self._answers) > _MAX_TIPS:
-            largest = max(self._held, key=lambda each: len(self._held[each]))
-            self._forget((largest, next(iter(self._held[largest]))))
+        calls = [call.id for call in reply.tool_calls if call.id]
+        answer = Answer(agent_id, version, chain.points[0].alike, self._next(chain.alike, reply).hex(), calls)
+        self._known[namespace].add(self._next(chain.digest, reply).hex(), answer)
+        if sum(map(len, self._known.values())) > _MAX_TIPS:
+            max(self._known.values(), key=len).forget_oldest()
 
     def left(self, namespace: str, agent_id: str) -> None:
         """The turn has ended, however it did. A fork that it did not use is deleted, and busy until then."""
@@ -349,11 +292,6 @@ class Conversations:
                 self._summaries.read(namespace, {each.agent_id: each.summary for each in reversed(kept)})
         return await self._summaries.agent_of(namespace, chain.session, messages, records.beside)
 
-    def _maker_of_calls(self, namespace: str, chain: Chain) -> str:
-        """The agent that made the newest of the conversation's calls; else nothing."""
-        made = next(self._calls_made(namespace, chain.call_ids), None)
-        return self._answers[namespace, made][0] if made is not None else ""
-
     async def _stored_maker_of_calls(self, namespace: str, chain: Chain, records: AgentRecords) -> str:
         """The agent of this session that made a call of the conversation before the gateway started; else nothing, and
         if there is an agent that begins as the conversation does."""
@@ -374,50 +312,8 @@ class Conversations:
         head, digest = said[: first + 1], chain.session
         for message in head if chain.is_exact else at_any_time(head):
             digest = self._next(digest, message)
-        opening = digest.hex()[:_DIGEST_CHARS]
+        opening = digest.hex()[:DIGEST_CHARS]
         return opening == agent.opening or agent.agent_id.startswith(f"{PREFIX}{opening}/")
-
-    def _forget(self, place: tuple[str, str]) -> None:
-        agent_id, _ = self._answers.pop(place, ("", 0))
-        alike = self._held[place[0]].pop(place[1], "")
-        if self._alike.get((place[0], alike)) == place[1]:
-            del self._alike[place[0], alike]
-        for call in self._calls_of.pop(place, ()):
-            if self._calls.get((place[0], call)) == place[1]:  # a later answer may have made it, too
-                del self._calls[place[0], call]
-        newest = (place[0], agent_id)
-        if self._newest.get(newest) == place[1]:
-            del self._newest[newest], self._openings[newest]
-
-    def _tip(self, namespace: str, chain: Chain) -> Tip | None:
-        """The longest known prefix that ends with a reply, of equal ones one of this time. Openings do not count."""
-        # In one call each: of 5,000 points that nobody knows the loop would take milliseconds.
-        known = (self._answers, chain.names), (self._alike, chain.names), (self._calls, chain.call_ids)
-        if not any(any(map(names.__contains__, zip(repeat(namespace), own))) for names, own in known if names):
-            return None
-        for point in reversed(chain.points[1:]):
-            for digest in self._digests(namespace, point, chain.points[0]):
-                if (answer := self._answers.get((namespace, digest))) is not None:
-                    agent_id, version = answer
-                    return Tip(agent_id, version, self._newest.get((namespace, agent_id)) == digest, point.messages)
-        return None
-
-    def _digests(self, namespace: str, point: Point, opening: Point) -> Iterator[str]:
-        """Of the answers that a prefix may end with."""
-        yield point.digest
-        if point.call_ids:
-            yield from self._made(namespace, point, opening)
-        yield self._alike.get((namespace, point.alike), "")
-
-    def _made(self, namespace: str, point: Point, opening: Point) -> Iterator[str]:
-        """The answers that made a prefix's calls, of agents with this opening."""
-        for digest in self._calls_made(namespace, point.call_ids):
-            if self._openings.get((namespace, self._answers[namespace, digest][0])) == opening.alike:
-                yield digest
-
-    def _calls_made(self, namespace: str, call_ids: Sequence[str]) -> Iterator[str]:
-        """The answers that made these calls."""
-        return (made for call in call_ids if (made := self._calls.get((namespace, call))) is not None)
 
     async def _stored_tip(self, chain: Chain, messages: Sequence[Said], records: AgentRecords) -> Tip | None:
         if not any(message.role == "assistant" for message in messages):

@@ -425,7 +425,7 @@ def test_equal_conversations_take_no_more_room_than_one() -> None:
     talk = Talk(conversations(), Records())
     for _ in range(5):
         talk.turn(user("Hello"), answer="Hi")
-    assert len(talk.known._newest) == len(talk.known._answers) == 1
+    assert len(talk.known._known["n"]) == 1
     assert talk.turn(user("Hello"), reply("Hi"), user("more")) == list(talk.records.remembered)[-1]
 
 
@@ -449,8 +449,8 @@ def test_a_namespace_of_many_conversations_pushes_none_of_another_out(monkeypatc
         others.turn(user(f"It is 10:00, say {number}."))
     mine.records.is_down = True  # then RAM alone knows it
     assert mine.turn(user("It is 11:00."), reply("Hi"), user("more")) == first
-    assert len(known._answers) == 8
-    assert 0 < len(known._alike) <= 8
+    assert [len(known._known[name]) for name in ("mine", "others")] == [2, 6]
+    assert [len(known._known[name]._alike) for name in ("mine", "others")] == [2, 6], "each has a time"
 
 
 def test_namespaces_hints_and_keys_keep_conversations_apart() -> None:
