@@ -89,6 +89,8 @@ def to_status(error: errors.KvasirError) -> status_pb2.Status:
 
 # The status that grpc.aio gives a call that ends while it sends a message. The next try learns why it ended.
 _CUT = (grpc.StatusCode.INTERNAL, "Internal error from Core")
+# HTTP/2's REFUSED_STREAM, in a status of gRPC's own: a connection has more calls than its service takes.
+_REFUSED = "RST_STREAM with error code 7"
 
 
 async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: errors.KvasirError) -> None:
@@ -125,6 +127,9 @@ def from_rpc_error(error: Any) -> errors.KvasirError:
         return from_status(status)
     if (code, message) == _CUT:
         return errors.Unavailable("the call ended while a message was being sent", reason="STREAM_CUT")
+    if _REFUSED in message:
+        text = "the service takes no more calls of this client now: let some end"
+        return errors.Unavailable(text, retry_after_s=RETRY_S)
     error_type = _TYPES.get(code.value[0], errors.Internal)
     return error_type(message or f"the call ended with {code.name}", reason=_plain_reason(code, error_type))
 

@@ -45,6 +45,14 @@ def test_a_call_that_is_cut_while_it_sends_may_be_tried_again() -> None:
     assert type(sent(errors.Internal("Internal error from Core"))) is errors.Internal
 
 
+def test_a_call_beyond_those_of_a_connection_may_be_tried_again_in_a_moment() -> None:
+    told = "Stream removed (RST_STREAM (Received RST_STREAM with error code 7))"  # of 1,000 turns at once
+    refused = from_rpc_error(Failed(grpc.StatusCode.UNAVAILABLE, told))
+    assert (type(refused), refused.reason, refused.retry_after_s) == (errors.Unavailable, "UNAVAILABLE", 1.0)
+    assert "takes no more calls" in refused.message
+    assert from_rpc_error(Failed(grpc.StatusCode.UNAVAILABLE, told.replace("7", "8"))).retry_after_s is None
+
+
 def test_an_error_has_no_wait_below_nothing() -> None:
     """By whoever stands before a service: a caller that sleeps for so long would fail by that."""
     status = to_status(errors.Unavailable("later", retry_after_s=-5.0))
