@@ -204,6 +204,7 @@ def talked(driver: Driver) -> tuple[AgentKey, AgentKey, tuple[int, ...]]:
     return key, driver.fork(key), tuple(state.token_ids)
 
 
+@pytest.mark.cells_of_a_block
 @pytest.mark.parametrize("kind", [Prefilled, Tokens])
 @pytest.mark.parametrize("same_tokens", [600, 300])
 def test_a_retry_behind_a_memory_goes_on_where_the_cancelled_turn_was(

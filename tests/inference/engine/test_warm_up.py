@@ -97,7 +97,7 @@ def test_a_device_keeps_graphs_for_each_width_of_the_context(
     engine = Engine.open(write_family(tmp_path, ALL["llama3.1"]), cache_dir=tmp_path, memory_budget_bytes=BUDGET)
     monkeypatch.setattr(EngineWorker, "keep_graph", lambda _, *given: kept.append(given))
     try:
-        engine._model = replace(engine.model, context_tokens=8192)
+        engine.model = replace(engine.model, context_tokens=8192)
         prompts = list[int]()
         monkeypatch.setattr(warming, "_run_all", lambda _, turns: prompts.extend(each[0] for each in turns) or [])
         engine.device = device
@@ -247,7 +247,7 @@ def test_an_idle_gpu_gives_up_what_callers_always_cut_short(tmp_path: Path, monk
 def test_a_cpu_runs_no_turn_of_a_large_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine.open(write_family(tmp_path, ALL["llama3.1"]), cache_dir=tmp_path, memory_budget_bytes=BUDGET)
     try:
-        engine._model = replace(engine.model, weights_bytes=1 << 30)
+        engine.model = replace(engine.model, weights_bytes=1 << 30)
         monkeypatch.setattr(Engine, "submit", lambda *_: pytest.fail("seconds of every start"))
         warm_up(engine, lambda: 0.0)
     finally:

@@ -135,7 +135,7 @@ def test_models_with_windows_and_states_have_embeddings(family: Callable[[str], 
 
 
 def test_a_model_whose_rows_cannot_be_had_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_model", replace(engine.model, embedding_width=0))
+    monkeypatch.setattr(engine, "model", replace(engine.model, embedding_width=0))
     with pytest.raises(FailedPrecondition) as refused:
         begin(engine, tokens_of(3, 1))
     assert refused.value.reason == "NO_EMBEDDINGS"
