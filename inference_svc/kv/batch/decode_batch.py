@@ -253,6 +253,8 @@ class DecodeBatch:
         """Let go of scratch, and of graphs, which hold weights."""
         self._kept_graph.forget()
         self._windows.forget()
+        for layer in self._fused.values():
+            layer.forget()
         self.discard()
 
     def _slot(self, kv: SequenceKV) -> int:

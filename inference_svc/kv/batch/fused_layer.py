@@ -38,6 +38,10 @@ class FusedLayer:
         """Take the arrays of the next pass; then the model computes."""
         self._pass = arrays
 
+    def forget(self) -> None:
+        """Let go of the last pass. Arrays of one that was only traced lead to all weights before this layer."""
+        self._pass, self._stored = None, mx.array(0)
+
     def step_pages(self) -> StepPages | None:
         """For a kernel that computes a layer whole; None unless this is a step of one token each, without a window, and
         no other pass is in its graph.

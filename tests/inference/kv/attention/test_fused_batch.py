@@ -220,3 +220,13 @@ def test_no_graph_is_kept_of_a_model_with_states() -> None:
     """They are other arrays after each step."""
     identity = identity_of([full(), recurrent(4)])
     assert not DecodeBatch(KvPool(identity, 1, dialect=Dialect.CUDA), logits_of, 0).keeps_graph
+
+
+def test_a_closed_batch_holds_no_array_of_a_pass_that_was_traced() -> None:
+    """It leads to all weights before its layer: a closed engine kept them for as long as anybody had it."""
+    batch = batch_of(pool(20), logits_of)
+    batch.join(SequenceKV(batch._pool))
+    mx.eval(batch.step([1]))
+    assert all(layer._pass is not None for layer in batch._fused.values())
+    batch.close()
+    assert all(layer._pass is None for layer in batch._fused.values())
