@@ -19,6 +19,7 @@ from inference_svc.engine.drafting.drafter import Drafter, Drafts
 from inference_svc.engine.sampling import Drawn, Draws, Sampler
 from inference_svc.engine.sequence import Sequence
 from inference_svc.kv.batch.decode_batch import DecodeBatch
+from inference_svc.kv.host_numbers import HostNumbers
 from inference_svc.kv.sequence_kv import SequenceKV
 
 
@@ -42,6 +43,7 @@ class _Launched:
     draws: Draws
     is_behind_cell: bool
     drafts: tuple[tuple[int, ...], ...]  # by slot; empty if there are none
+    uses: int  # of the host's numbers, until it is read
 
 
 class Decoder:
@@ -64,6 +66,12 @@ class Decoder:
     def has_behind_cell(self) -> bool:
         """Whether the step that was not read was enqueued behind a cell. A row that the cell began has none in it."""
         return bool(self._launched) and self._launched[-1].is_behind_cell
+
+    @property
+    def begins_streams(self) -> bool:
+        """Whether the step that was not read has second tokens of replies."""
+        rows = self._launched[-1].order if self._launched else ()
+        return any(len(each.token_ids) == each.cells.prompt_tokens + 1 for each in rows)
 
     @property
     def must_settle(self) -> bool:
@@ -106,7 +114,8 @@ class Decoder:
         if not order:
             return
         tried = tuple(drafts.get(each, ()) for each in order) if drafts else ()
-        logits = self.batch.step(_inputs(order, places, pending, tried), [1 + len(each) for each in tried] or None)
+        inputs = _inputs(order, places, pending, tried, self.batch.numbers)
+        logits = self.batch.step(inputs, [1 + len(each) for each in tried] or None)
         self.computed += sum(not sequence.plan.is_own for sequence in order)
         is_drawn = tuple(places[sequence] >= len(sequence.token_ids) - 1 for sequence in order)
         samplers = [
@@ -115,7 +124,8 @@ class Decoder:
         ]
         draws = Draws(samplers, logits, tried, is_read_beside=is_behind_cell)
         slots = {sequence: slot for slot, sequence in enumerate(order)}
-        self._launched.append(_Launched(tuple(order), slots, is_drawn, draws, is_behind_cell, tried))
+        uses = self.batch.numbers.uses
+        self._launched.append(_Launched(tuple(order), slots, is_drawn, draws, is_behind_cell, tried, uses))
 
     def _joined(self, decoding: Collection[Sequence]) -> list[Sequence]:
         """Make the batch hold these sequences and no others; returns them by slot."""
@@ -128,6 +138,7 @@ class Decoder:
         drawn = [each.draws.read_drafted() for each in islice(self._launched, steps)]
         read = [self._launched.popleft() for _ in drawn]
         for launched, tokens in zip(read, drawn, strict=True):
+            self.batch.numbers.completed(launched.uses)
             self._keep_right(launched, tokens)
         return [
             Decoded(sequence, token if is_drawn else None)
@@ -167,6 +178,7 @@ def _inputs(
     places: Mapping[Sequence, int],
     pending: _Launched | None,
     drafts: tuple[tuple[int, ...], ...],
+    numbers: HostNumbers,
 ) -> list[int] | mx.array:
     """Each row's next token: numbers if all are known, else an array that has those of the step before."""
     known = [
@@ -182,7 +194,7 @@ def _inputs(
         )
     if tuple(order) == pending.order and not any(token is not None for token in known):
         return pending.draws.tokens
-    slots = mx.array([pending.slots.get(sequence, 0) for sequence in order])
-    drawn = pending.draws.tokens[slots]
-    given = mx.array([0 if token is None else token for token in known], dtype=mx.uint32)
-    return mx.where(mx.array([token is None for token in known]), drawn, given)
+    spare = [0] * (-len(order) % (1 << (len(order) - 1).bit_length()))  # few lengths, whose arrays are used again
+    drawn = pending.draws.tokens[numbers.of([pending.slots.get(sequence, 0) for sequence in order] + spare)]
+    given = numbers.of([-1 if token is None else token for token in known] + spare)
+    return mx.where(given < 0, drawn, given.astype(mx.uint32))[: len(order)]

@@ -68,7 +68,8 @@ class Prefiller:
 
         def draw(logits: mx.array) -> None:
             if drawing:
-                draws.append(self._draws([cells[place].turn for place in drawing], logits[mx.array(drawing)]))
+                rows = parts[0].kv.pool.numbers.of(drawing)
+                draws.append(self._draws([cells[place].turn for place in drawing], logits[rows]))
             if behind is not None:
                 behind()
 

@@ -14,6 +14,8 @@ from inference_svc.kv.batch.decode_step import (
     PassArrays,
     PassRows,
     nobodys_page,
+    padded_lengths,
+    prepare_rows,
     table_width,
 )
 from inference_svc.kv.batch.decoded_layer import DecodedLayer
@@ -62,7 +64,8 @@ class DecodeBatch:
         # Whether MLX may keep the step's graph: kernels write the pages, so no array goes on from step to step.
         self.keeps_graph = has_kernels and not self._states
         self._kept_graph = KeptGraph(self._traced)
-        self._kept_tables = [KeptTable() for _ in pool.groups]
+        self.numbers = pool.numbers
+        self._kept_tables = [KeptTable(pool.numbers) for _ in pool.groups]
         self._windows = WindowPass(pool, forward, by_kernel=has_window_kernel)
 
     def __len__(self) -> int:
@@ -118,7 +121,7 @@ class DecodeBatch:
         if counts is not None and not self._takes_drafts:
             raise ValueError("a layer of this model cannot go back")
         step = DecodeStep.of(self._pool, self.sequences, counts, self._padded_rows(counts))
-        tokens = token_ids if isinstance(token_ids, mx.array) else mx.array(list(token_ids), dtype=mx.uint32)
+        tokens = token_ids if isinstance(token_ids, mx.array) else self.numbers.of(list(token_ids), dtype=mx.uint32)
         logits = self._over_pages(tokens, step) if self._fused else self._over_copies(tokens, step)
         self._pool.enqueue_behind(logits)
         for kv in self.sequences:
@@ -196,7 +199,7 @@ class DecodeBatch:
         if step.rows > count:
             tokens = mx.pad(tokens, (0, step.rows - count))
         kept = zip(self._kept_tables, step.groups, strict=True)
-        given = (tokens, step.offsets, *(table.of(group) for table, group in kept))
+        given = (tokens, self.numbers.of(padded_lengths(step)), *(table.of(group) for table, group in kept))
         if not self.keeps_graph:
             return self._traced(pages, order, *given)
         parts = [given]
@@ -217,6 +220,7 @@ class DecodeBatch:
         if not self.keeps_graph:
             return
         pool, rows = self._pool, self._pass_rows or rows
+        prepare_rows(pool, rows, depth + 1)
         with nobodys_page(pool) as page:
             table = mx.full((rows, table_width(depth + 1)), page, dtype=mx.int32)
             places = mx.array([0] + [-1] * (rows - 1), dtype=mx.int32)

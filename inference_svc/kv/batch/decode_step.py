@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import mlx.core as mx
 
 from inference_svc.kv.batch.window_attention import hidden_of
+from inference_svc.kv.host_numbers import HostNumbers
 from inference_svc.kv.page import PAGE_TOKENS, PageFormat
 from inference_svc.kv.pages.block_table import BlockTable, blocks_of
 from inference_svc.kv.pages.page_rows import row_columns
@@ -56,13 +57,13 @@ class GroupRows:
         self.shape = (rows, table_width(max(lengths, default=0) + 1))
         self._columns: dict[RowPlaces, mx.array] = {}
 
-    @cached_property
-    def block_table(self) -> mx.array:
-        """Pages by row and block, int32 [rows, width]; 0 where there is none."""
+    @property
+    def block_table(self) -> list[int]:
+        """Pages by row and block, [rows, width] in one; 0 where there is none."""
         rows, width = self.shape
         padded = {id(table): table.padded(width) for table in self.tables}
-        empty = [[0] * width] * (rows - len(self.tables))
-        return mx.array([*(padded[id(table)] for table in self.tables), *empty], dtype=mx.int32)
+        empty = [0] * width * (rows - len(self.tables))
+        return [*chain.from_iterable(padded[id(table)] for table in self.tables), *empty]
 
     @cached_property
     def pages(self) -> mx.array:
@@ -161,8 +162,8 @@ class DecodeStep:
 
     @cached_property
     def seen(self) -> mx.array:
-        """By row, how many rows stand before it."""
-        return mx.array([*self.lengths, *[-1] * (self.rows - len(self.lengths))], dtype=mx.int32)
+        """By row, how many rows stand before it; -1 of an empty one."""
+        return mx.array(padded_lengths(self), dtype=mx.int32)
 
     @cached_property
     def offsets(self) -> mx.array:
@@ -232,6 +233,19 @@ def _writable_pages(
     return [pages[row] for row in rows]
 
 
+def prepare_rows(pool: KvPool, rows: int, tokens: int, of_each: int = 1) -> None:
+    """Have arrays of the host's for passes of so many rows, `of_each` tokens each, of sequences of at most `tokens`."""
+    width, is_step = table_width(tokens), of_each == 1
+    for shape in ((rows,), (rows, width), *(() if is_step else ((rows, of_each),))):
+        pool.numbers.prepare(*shape)
+    pool.numbers.prepare(*((rows,) if is_step else (rows, of_each)), dtype=mx.uint32)
+
+
+def padded_lengths(step: DecodeStep) -> list[int]:
+    """`DecodeStep.seen`, as numbers."""
+    return [*step.lengths, *[-1] * (step.rows - len(step.lengths))]
+
+
 @contextmanager
 def nobodys_page(pool: KvPool) -> Iterator[int]:
     """A page for the rows of a pass whose graph alone is wanted. The pass is waited for within; then the page is free
@@ -250,7 +264,8 @@ def nobodys_page(pool: KvPool) -> Iterator[int]:
 class KeptTable:
     """A group's `block_table` on the device: in most steps no row gets a page, and that of the step before serves."""
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: HostNumbers) -> None:
+        self._numbers = numbers
         self._shape = (0, 0)
         self._pages: list[dict[int, int]] = []  # by row, as it was made of them
         self._made: mx.array | None = None
@@ -258,8 +273,9 @@ class KeptTable:
     def of(self, group: GroupRows) -> mx.array:
         pages = [table.pages for table in group.tables]
         if self._made is None or (group.shape, pages) != (self._shape, self._pages):
-            self._made, self._shape, self._pages = group.block_table, group.shape, [each.copy() for each in pages]
-        return self._made
+            self._made = self._numbers.of(group.block_table, *group.shape)
+            self._shape, self._pages = group.shape, [each.copy() for each in pages]
+        return self._numbers.again(self._made)
 
 
 class KeptGraph:

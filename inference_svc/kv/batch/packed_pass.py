@@ -5,12 +5,13 @@ even in number, so that there are fewer graphs.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import mlx.core as mx
 from kvasir.cachestore.v1 import identity_pb2
 
 from inference_svc.kv.attention.kernels import Dialect
-from inference_svc.kv.batch.decode_step import nobodys_page, table_width
+from inference_svc.kv.batch.decode_step import nobodys_page, prepare_rows, table_width
 from inference_svc.kv.batch.short_pass import ShortPass, most_kept_tokens
 from inference_svc.kv.pages.block_table import BlockTable
 from inference_svc.kv.pages.groups import groups_of
@@ -47,9 +48,7 @@ def packed_logits(passes: ShortPass, cells: Sequence[Cell], meanwhile: Callable[
         for cell, room in zip(cells, rooms, strict=True):
             room.take(len(cell.token_ids))
         logits = _computed(passes, cells, rooms)
-        mx.async_eval(logits)  # type: ignore[no-untyped-call]
-        meanwhile(logits)
-        mx.eval(logits)
+        passes.evaluate(logits, meanwhile)
     except BaseException:
         for room in rooms:
             room.fail()
@@ -62,6 +61,7 @@ def packed_logits(passes: ShortPass, cells: Sequence[Cell], meanwhile: Callable[
 
 def keep_graph(passes: ShortPass, rows: int, depth: int) -> None:
     """Have MLX keep the graph of a pass of so many rows behind so many tokens, as `ShortPass.keep_graph`."""
+    prepare_rows(passes.pool, rows, depth + ROW_TOKENS, ROW_TOKENS)
     with nobodys_page(passes.pool) as page:
         table = mx.full((rows, table_width(depth + ROW_TOKENS)), page, dtype=mx.int32)
         places = mx.array([[-1] * ROW_TOKENS] * (rows - 1) + [[-1] * (ROW_TOKENS - 1) + [0]], dtype=mx.int32)
@@ -75,7 +75,7 @@ def _computed(passes: ShortPass, cells: Sequence[Cell], rooms: Sequence[PassRoom
     places: list[int] = []
     last_rows: list[int] = []
     tables: list[list[list[int]]] = [[] for _ in passes.pool.groups]
-    width = table_width(max(cell.kv.length + len(cell.token_ids) for cell in cells))
+    numbers, width = passes.pool.numbers, table_width(max(cell.kv.length + len(cell.token_ids) for cell in cells))
     for cell, room in zip(cells, rooms, strict=True):
         start, count, spare = cell.kv.length, len(cell.token_ids), _spare(len(cell.token_ids))
         rows = range(start - spare, start + count, ROW_TOKENS)
@@ -92,12 +92,12 @@ def _computed(passes: ShortPass, cells: Sequence[Cell], rooms: Sequence[PassRoom
         for group in tables:
             group.append([0] * width)
     logits = passes.computed(
-        mx.array(tokens, dtype=mx.uint32).reshape(-1, ROW_TOKENS),
-        mx.array(offsets, dtype=mx.int32),
-        mx.array(places, dtype=mx.int32).reshape(-1, ROW_TOKENS),
-        [mx.array(group, dtype=mx.int32) for group in tables],
+        numbers.of(tokens, len(offsets), ROW_TOKENS, dtype=mx.uint32),
+        numbers.of(offsets),
+        numbers.of(places, len(offsets), ROW_TOKENS),
+        [numbers.of([*chain.from_iterable(group)], len(offsets), width) for group in tables],
     )
-    return logits[mx.array(last_rows)]
+    return logits[numbers.of(last_rows)]
 
 
 def _spare(count: int) -> int:

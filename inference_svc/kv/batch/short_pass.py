@@ -11,7 +11,7 @@ from kvasir.cachestore.v1 import identity_pb2
 
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.tiles import most_queries
-from inference_svc.kv.batch.decode_step import KeptGraph, PassArrays, nobodys_page, table_width
+from inference_svc.kv.batch.decode_step import KeptGraph, PassArrays, nobodys_page, prepare_rows, table_width
 from inference_svc.kv.batch.fused_layer import FusedLayer
 from inference_svc.kv.page import PAGE_TOKENS, PageFormat
 from inference_svc.kv.pages.block_table import BlockTable
@@ -67,14 +67,12 @@ class ShortPass:
         try:
             held = [table.pages | pages for table, pages in zip(kv.tables, room.pages, strict=True)]
             width = table_width(start + count)
-            tables = [mx.array([BlockTable(0, pages).padded(width)], dtype=mx.int32) for pages in held]
+            tables = [self.pool.numbers.of(BlockTable(0, pages).padded(width), 1, width) for pages in held]
             first = _first_part(kv, count)
             if first:  # waited for: later work reads its rows, and need not be behind it on every device
                 mx.eval(self._part(token_ids[:first], start, tables))
             logits = self._part(token_ids[first:], start + first, tables)
-            mx.async_eval(logits)  # type: ignore[no-untyped-call]
-            meanwhile(logits)
-            mx.eval(logits)
+            self.evaluate(logits, meanwhile)
         except BaseException:
             room.fail()
             raise
@@ -82,10 +80,19 @@ class ShortPass:
         kv.advanced(count)
         return logits
 
+    def evaluate(self, logits: mx.array, meanwhile: Callable[[mx.array], None]) -> None:
+        """Enqueue the pass that ends with these, call `meanwhile`, and wait for the pass."""
+        mx.async_eval(logits)  # type: ignore[no-untyped-call]
+        uses = self.pool.numbers.uses
+        meanwhile(logits)
+        mx.eval(logits)
+        self.pool.numbers.completed(uses)
+
     def keep_graph(self, count: int, depth: int) -> None:
         """Have MLX keep the graph of a pass of `count` tokens, one of `KEPT_TOKENS`, behind so many: of one token on a
         page that is free again, filled up in front. Raises ResourceExhausted.
         """
+        prepare_rows(self.pool, 1, depth + count, count)
         with nobodys_page(self.pool) as page:
             table = mx.full((1, table_width(depth + count)), page, dtype=mx.int32)
             places = mx.array([[-1] * (count - 1) + [0]], dtype=mx.int32)
@@ -94,10 +101,10 @@ class ShortPass:
 
     def _part(self, token_ids: Sequence[int], start: int, tables: list[mx.array]) -> mx.array:
         """Logits of tokens that go to positions from `start` on, not evaluated."""
-        count, spare = len(token_ids), _spare(len(token_ids))
-        tokens = mx.array([[0] * spare + list(token_ids)], dtype=mx.uint32)
-        places = mx.array([[-1] * spare + list(range(start, start + count))], dtype=mx.int32)
-        return self.computed(tokens, mx.array([start - spare], dtype=mx.int32), places, tables)
+        count, spare, numbers = len(token_ids), _spare(len(token_ids)), self.pool.numbers
+        tokens = numbers.of([0] * spare + list(token_ids), 1, spare + count, dtype=mx.uint32)
+        places = numbers.of([-1] * spare + list(range(start, start + count)), 1, spare + count)
+        return self.computed(tokens, numbers.of([start - spare]), places, tables)
 
     def computed(
         self, tokens: mx.array, offsets: mx.array, places: mx.array, block_tables: Sequence[mx.array]

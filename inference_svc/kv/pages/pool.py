@@ -20,6 +20,7 @@ from inference_svc.kv.attention.host_copy import Run, device_address, takes_out
 from inference_svc.kv.attention.in_place import store_pages
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.codec import layer_codecs
+from inference_svc.kv.host_numbers import HostNumbers
 from inference_svc.kv.page import UNIT_BYTES, PageFormat
 from inference_svc.kv.pages.block_table import blocks_of, most_window_blocks
 from inference_svc.kv.pages.groups import groups_of
@@ -48,6 +49,7 @@ class KvPool:
     ) -> None:
         self.identity = identity
         self.dialect = dialect
+        self.numbers = HostNumbers(is_reused=dialect is Dialect.CUDA)
         self._written: list[mx.array] = []  # by kernels, and not evaluated yet
         self._order = self._enqueued_order = _nothing() if dialect is Dialect.METAL else ()
         self._readers: list[tuple[frozenset[int], Future[None]]] = []  # copies under way, of these pages
@@ -78,6 +80,8 @@ class KvPool:
         """Free the memory of all pages: nobody reads or writes one any more."""
         wait([reader for _, reader in self._readers])
         self._written.clear()
+        self._exponents.clear()
+        self.numbers.forget()
         self.arrays.clear()
 
     def pages_for(self, tokens: int) -> int:
