@@ -120,8 +120,12 @@ class EngineWorker:
         decoding = self._scheduler.begin_step(self._clock())
         self._may_decode = self._masks.begin_step(decoding, self._turns)
         # A step behind a cell is reported while the device computes the next cell, and one more is enqueued there. A
-        # row that the last cell began waits for that one: a step for it alone would keep all prompts waiting.
-        has_prefilled = self._decoder.has_behind_cell and self._carry_out_grants(take_mail, spent_s)
+        # row that the last cell began waits for that one: a step for it alone would keep all prompts waiting. It has
+        # waited for a whole pass then, so its second token is reported before the next one is enqueued.
+        if (is_behind := self._decoder.has_behind_cell) and self._decoder.begins_streams:
+            self._report_decoded()
+            self._may_decode = self._going_on()
+        has_prefilled = is_behind and self._carry_out_grants(take_mail, spent_s)
         if not has_prefilled:
             if self._may_decode or self._decoder.is_ahead:
                 self._decode(self._may_decode, is_before_cell=is_before_cell)
@@ -253,12 +257,16 @@ class EngineWorker:
         for each in self._settle():  # the cell's own turn reports with the cell
             self._emit(each.sequence)
 
+    def _going_on(self) -> list[Sequence]:
+        """Turns of this step that decode and have not ended since."""
+        return [each for each in self._may_decode if each.status is Status.DECODING and not each.is_cancelled]
+
     def _decode_behind_cell(self) -> None:
         """While the device computes a cell, report what was decoded before it, and enqueue the next step behind it."""
         self._is_behind_cell = True
         try:
             self._report_decoded()
-            going_on = [each for each in self._may_decode if each.status is Status.DECODING and not each.is_cancelled]
+            going_on = self._going_on()
             if isinstance(self._decoder, Decoder) and self._decoder.looks_ahead:
                 with self._losing(going_on):
                     self._decoder.launch(going_on, is_behind_cell=True)
@@ -321,7 +329,7 @@ class EngineWorker:
         that: a row that left the batch for a step would be de-quantized from its first token on, which takes longer.
         """
         self._finish_generated()
-        decoding = [each for each in self._may_decode if each.status is Status.DECODING and not each.is_cancelled]
+        decoding = self._going_on()
         if any(each.is_ending for each in decoding):
             self._decode(decoding, is_before_cell=True)
             self._emit_all()

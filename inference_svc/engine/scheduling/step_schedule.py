@@ -221,8 +221,9 @@ class StepSchedule(Generic[TurnT]):
             return min(whole, fits)
         if self._pace.has_begun and whole > fits:
             return 0  # the next step begins at once, and has time for a longer cell
-        # For the same reason a rest that takes a step longer at most goes along.
-        with_rest = self._costs.tokens_within((left_s + step_s) * (1 - _BETWEEN), turn.cells.computed) or 0
+        # For the same reason a rest that takes a step longer at most goes along, where no other cell fills its pass.
+        rest_s = 0.0 if self._may_share(turn, whole) else step_s
+        with_rest = self._costs.tokens_within((left_s + rest_s) * (1 - _BETWEEN), turn.cells.computed) or 0
         if whole <= self._even(with_rest):
             return whole
         return cut_cell(turn.cells.computed, whole, self._even(fits), least)
