@@ -126,6 +126,19 @@ def test_a_refusal_repeats_a_name_that_has_grpcs_words(path: str) -> None:
     assert "model: 'Socket closed' is not one of 'kvasir-tiny'" in json.dumps(refusal.body)
 
 
+def test_an_allowed_tool_that_is_none_is_named_where_the_caller_wrote_it() -> None:
+    known, unknown = ({"type": "function", "function": {"name": name}} for name in ("look", "nope"))
+    listed = [{"type": "function", "name": name} for name in ("look", "nope")]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [known, unknown]}}
+    chat = ChatRequest.model_validate({**LEAST[CHAT], "tools": [known], "tool_choice": choice})
+    flat = {"type": "allowed_tools", "mode": "auto", "tools": listed}
+    response = ResponsesRequest.model_validate({**LEAST[RESPONSES], "tools": [listed[0]], "tool_choice": flat})
+    for request, field in ((chat, "tool_choice.allowed_tools.tools[1]"), (response, "tool_choice.tools[1]")):
+        with pytest.raises(InvalidArgument, match="expected one of the tools, got 'nope'") as refused:
+            request.turn(Reading())
+        assert refused.value.field == field
+
+
 def test_retry_after_is_rounded_up_to_whole_seconds() -> None:
     error = ResourceExhausted("queue", reason="QUEUE_FULL", retry_after_s=2.4)
     assert api_of(CHAT).shape(error, "r").headers["retry-after"] == "3"

@@ -244,15 +244,25 @@ def offered(tools: list[pb.Tool], choice: object, parallel: bool | None) -> tupl
         return tools, turns.forced_calls(_name_of(choice), one_call=True)
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = choice.get("allowed_tools", choice)  # the Responses API has them beside the type
+        where = "tool_choice" if allowed is choice else "tool_choice.allowed_tools"
         if not isinstance(allowed, dict) or not isinstance(allowed.get("tools"), list) or not allowed["tools"]:
-            raise InvalidArgument.of("tool_choice.tools", "expected a list of tools")
-        turns.refuse_unless(("auto", "required"), {"tool_choice.mode": allowed.get("mode")})
-        names = [_name_of(each) for each in allowed["tools"]]
+            raise InvalidArgument.of(f"{where}.tools", "expected a list of tools")
+        turns.refuse_unless(("auto", "required"), {f"{where}.mode": allowed.get("mode")})
+        names = _names_among(tools, allowed["tools"], f"{where}.tools")
         if allowed.get("mode") == "required":
             return tools, turns.forced_calls(None, one_call=one_call, names=names)
         return tools, turns.free_calls(tools, one_call=one_call, names=names)
     turns.refuse_unless(("auto", {"type": "auto"}), {"tool_choice": choice})
     return tools, turns.free_calls(tools, one_call=one_call)
+
+
+def _names_among(tools: Sequence[pb.Tool], given: Sequence[object], where: str) -> list[str]:
+    """Raises InvalidArgument for a name of none. Without tools there is nothing to choose."""
+    names, known = [_name_of(each) for each in given], {tool.name for tool in tools}
+    for number, name in enumerate(names):
+        if known and name not in known:
+            raise InvalidArgument.of(f"{where}[{number}]", f"expected one of the tools, got {name[:128]!r}")
+    return names
 
 
 def _name_of(tool: object) -> str:
