@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import pytest
 
-PARTS = 80
+PARTS = 120
 # Whoever takes longer has no turn, as a commit would wait for it alone: it runs where all do (`make test-whole`).
 LONGEST_TURN_S = 45
 # As many seconds of a file take their turn together, for what they share; all of a file could be two parts.
