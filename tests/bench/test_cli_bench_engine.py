@@ -161,6 +161,7 @@ def test_markdown_is_the_same_table_with_its_machine_and_targets() -> None:
     assert "NOT MET" in "\n".join(lines({**RESULTS, "targets": [{**RESULTS["targets"][0], "is_met": False}]}))
 
 
+@pytest.mark.long(1)
 def test_a_picture_has_a_line_for_each_group_and_none_for_a_sum(tmp_path: Path) -> None:
     rows = [
         {"context": context, "batch": batch, "tokens_per_s": rate}

@@ -68,6 +68,7 @@ def test_a_proof_that_was_ended_goes_on_with_its_first_unfinished_step(tmp_path:
     assert [each["value"]["number"] for each in records] == [1, 2, 4, 5]
 
 
+@pytest.mark.long(1)
 def test_three_kills_lose_the_step_that_each_interrupts_and_no_other(tmp_path: Path) -> None:
     def process() -> "subprocess.Popen[str]":
         argv = [sys.executable, "-m", "tests.bench.played_proof", str(tmp_path)]

@@ -176,6 +176,7 @@ def test_a_newcomer_is_answered_as_they_would_like(reader: Reader) -> None:
     assert "Your name is Sam." in reader.ask(user("What do you know about me?"))
 
 
+@pytest.mark.long(1)
 def test_free_strings_of_json_end(reader: Reader) -> None:
     """The first example of structured output in OpenAI's guide, and one that the text does not answer."""
     event = {"name": "science fair", "date": "Friday", "participants": ["Alice", "Bob"]}

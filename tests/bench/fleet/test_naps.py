@@ -11,6 +11,7 @@ from kvasir_bench.fleet import naps
 from kvasir_bench.fleet.report import lines_of_naps
 
 from inference_svc.turns.asleep.returns import Returns
+from tests.made_models.sampling import first_and_in_turn
 from tests.running.programs import run
 
 _GIVEN: dict[str, Any] = json.loads(Path(naps.__file__).with_name("naps.json").read_text())
@@ -34,7 +35,9 @@ def test_ninety_five_of_a_hundred_wakes_are_over_before_their_turns() -> None:
         assert day["mean_held_bytes"] < day["bytes_of_all"] / 4, "keeping all awake would hide them, too"
 
 
-@pytest.mark.parametrize("changes", [{}, {"share_of_time": {"value": 0.0}}, {"hot_gib": {"value": 0.0}}])
+@pytest.mark.parametrize(
+    "changes", first_and_in_turn([{}, {"share_of_time": {"value": 0.0}}, {"hot_gib": {"value": 0.0}}], seconds=1)
+)
 def test_without_knowledge_time_or_memory_none_is(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
     if not changes:
         monkeypatch.setattr(Returns, "expected", lambda *_: [])

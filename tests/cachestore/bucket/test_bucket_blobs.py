@@ -26,6 +26,7 @@ from cachestore_svc.recovery.salvage import Found
 from cachestore_svc.sealing.sealed_names import PLAIN_NAMES
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, publish
+from tests.made_models.sampling import first_and_in_turn
 from tests.made_models.synthetic import SMALL, SyntheticAgent, full_layers, kv_identity
 
 WHERE = "s3://bucket/prefix"
@@ -260,7 +261,8 @@ def test_a_blob_is_acknowledged_once_the_bucket_has_it(tmp_path: Path, bucket: A
 
 @pytest.mark.parametrize("is_sealed", [False, True])
 @pytest.mark.parametrize(
-    ("layers", "pieces", "in_parts"), [(14, 1, False), (15, 2, False), (48, 4, False), (48, 4, True)]
+    ("layers", "pieces", "in_parts"),
+    first_and_in_turn([(14, 1, False), (48, 4, False), (15, 2, False), (48, 4, True)], seconds=1, first=2),
 )
 def test_blobs_of_every_size_come_back_byte_for_byte(
     tmp_path: Path,

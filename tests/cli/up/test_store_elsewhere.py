@@ -202,6 +202,7 @@ def _token(home: Path, name: str = "engine") -> str:
     return str(home / "tokens" / f"{name}.token")
 
 
+@pytest.mark.long(3)
 def test_a_wrong_token_role_certificate_or_service_is_refused_by_name_before_anything_starts(
     fleet: Fleet, tmp_path: Path
 ) -> None:

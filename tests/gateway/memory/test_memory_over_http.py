@@ -198,6 +198,7 @@ def test_the_curl_of_the_readme_is_remembered(front: Front) -> None:
     assert done == ["new", "extended"]
 
 
+@pytest.mark.long(3)
 def test_append_takes_only_what_follows_the_last_reply(front: Front, openai: Any) -> None:
     """Over OpenAI's and Anthropic's APIs, whether a client resends the conversation or not."""
     headers = {"x-agent-id": "appended", "x-agent-memory": "append"}

@@ -137,6 +137,7 @@ def test_an_answer_says_what_was_reused_and_where_its_prompt_parted_from_the_mem
     assert "message" not in tools
 
 
+@pytest.mark.long(1)
 def test_a_billing_line_that_is_prompted_names_its_rule(front: Front, names: str) -> None:
     client = Client(front, **{"x-agent-id": names, "x-kvasir-volatile": "none"})
     billed = "x-anthropic-billing-header: cc_version=1; cch={n};\n" + SYSTEM
@@ -145,6 +146,7 @@ def test_a_billing_line_that_is_prompted_names_its_rule(front: Front, names: str
     assert (place["role"], place["memory"], place["rules"]) == ("system", "cch=1111;\nYou look a", ["billing-line"])
 
 
+@pytest.mark.long(2)
 @pytest.mark.parametrize("is_named", first_and_in_turn([False, True], seconds=2))
 def test_a_midnight_in_the_first_users_text_costs_what_follows_it_and_leaves_no_second_memory(
     front: Front, names: str, is_named: bool

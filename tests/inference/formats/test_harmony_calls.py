@@ -22,7 +22,7 @@ from inference_svc.text.given_json import GivenJson
 from inference_svc.text.replies.remembered_reply import Said, reply_message
 from inference_svc.text.token_text import TokenText
 from tests.inference.formats.models_that_call import schemas_of
-from tests.made_models.sampling import sampled
+from tests.made_models.sampling import first_and_in_turn, sampled
 from tests.made_models.thinking_models import write_tokenizer
 
 SCHEMAS = schemas_of("json_tools")
@@ -62,7 +62,9 @@ def drawn(grammars: Grammars, wanted: Constraint, size: int, stops: set[int], se
     return ids
 
 
-@pytest.mark.parametrize("is_stop", [True, False], ids=["its token ends replies", "it does not"])
+@pytest.mark.parametrize(
+    "is_stop", first_and_in_turn([True, False], seconds=1), ids=["its token ends replies", "it does not"]
+)
 def test_random_logits_make_one_call_that_fits_and_is_remembered_as_one(
     directory: Path, tokenizer: Any, is_stop: bool
 ) -> None:

@@ -15,6 +15,7 @@ from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import SequenceKV
 from tests.inference.kv.mlx_lm_batch import JudgedBatch, JudgedLayer
 from tests.inference.kv.sequences import DIM, HEADS, pool_of, stored, unrounded_pool, values, windowed
+from tests.made_models.sampling import first_and_in_turn
 
 CHUNKS = {
     "token by token": [1] * 40,
@@ -53,7 +54,7 @@ def in_chunks(count: Sequence[int], parts: Sequence[mx.array]) -> Iterator[list[
         yield [part[:, :, start:stop] for part in parts]
 
 
-@pytest.mark.parametrize("window", [2, 8, 33, 96])
+@pytest.mark.parametrize("window", first_and_in_turn([8, 33, 2, 96], seconds=1, first=2))
 @pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
 def test_attention_over_a_window_is_what_it_is_over_mlx_lms_own(window: int, chunks: list[int]) -> None:
     ours, theirs = JudgedLayer(SequenceKV(unrounded_pool([windowed(window)]))), RotatingKVCache(max_size=window)
@@ -99,7 +100,7 @@ def test_what_is_held_is_bounded_by_the_window_and_not_by_the_sequence(marks: bo
     assert kv.pool.allocator.used <= 2
 
 
-@pytest.mark.parametrize("length", [20, 63, 64, 65, 300, 1000])
+@pytest.mark.parametrize("length", first_and_in_turn([64, 300, 20, 63, 65, 1000], seconds=1, first=2))
 def test_a_window_goes_back_wherever_all_that_is_seen_there_is_left(length: int) -> None:
     """Elsewhere it refuses, for the rows are gone (LESSONS 5). Where it goes, it is what it was there, to the bit."""
     window = 64

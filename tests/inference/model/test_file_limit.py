@@ -4,6 +4,8 @@ import resource
 import subprocess
 import sys
 
+import pytest
+
 LIMITED = """
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (500, 1000))
@@ -19,6 +21,7 @@ def test_the_import_of_mlx_lm_leaves_the_limits_of_files() -> None:
     assert (done.stdout.strip(), done.returncode) == ("500 1000", 0), done.stderr
 
 
+@pytest.mark.long(1)
 def test_other_limits_are_set_while_it_is_imported() -> None:
     code = "import inference_svc, mlx_lm.utils, resource; resource.setrlimit(resource.RLIMIT_NOFILE, (400, 1000))"
     code += "; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], resource.setrlimit.__name__)"

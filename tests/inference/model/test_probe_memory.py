@@ -12,6 +12,7 @@ from inference_svc.model.loading import load
 from inference_svc.model.model_runner import ModelRunner
 from inference_svc.model.probing.probe_memory import Probed, ProbeMemory
 from tests.inference.engine.families import ALL, BUDGET, LLAMA31, write_family
+from tests.made_models.sampling import first_and_in_turn
 
 TOKENS = list(range(1, 30))
 
@@ -65,7 +66,12 @@ def test_other_weights_are_probed_again(tmp_path: Path) -> None:
     assert ProbeMemory(tmp_path, "one", "bfloat16", "reference").read() is None
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"entries":["zz"]}', '{"entries":["ff"],"by_cache":[0]}', "null"])
+@pytest.mark.parametrize(
+    "content",
+    first_and_in_turn(
+        ["", '{"entries":["zz"]}', "[]", "{}", '{"entries":["ff"],"by_cache":[0]}', "null"], seconds=1, first=2
+    ),
+)
 def test_kept_facts_that_cannot_be_read_are_none(content: str, tmp_path: Path) -> None:
     directory = write_family(tmp_path / "model", LLAMA31)
     opened(directory, tmp_path).close()

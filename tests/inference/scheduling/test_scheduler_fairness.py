@@ -36,6 +36,7 @@ def of(namespace: str, count: int, cells: int = 1, reply: int = 1, **fields: obj
 # --- order ---
 
 
+@pytest.mark.long(2)
 @given(
     st.lists(jobs(), min_size=2, max_size=8), st.dictionaries(st.integers(1, 40), jobs(), max_size=8), st.integers(1, 3)
 )

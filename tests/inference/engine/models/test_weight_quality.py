@@ -39,6 +39,7 @@ def test_bits_of_a_weight_count_scales_biases_and_uncoded_weights() -> None:
     assert effective_bits(CodedChoice("", 8, frozenset(sizes)), sizes, 960) == 8.5
 
 
+@pytest.mark.long(1)
 def test_each_choice_codes_its_own_matrices_and_leaves_the_model_whole(runner: ModelRunner) -> None:
     """If one stayed coded, the next choice would cost more than it does alone."""
     model: Any = runner.model

@@ -19,7 +19,7 @@ from tests.inference.engine.cells import cells_of
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.inference.engine.families import ALL, BUDGET, CHAOTIC, write_family
 from tests.inference.kv.sequences import fed, four_bits, full, pool_of, windowed
-from tests.made_models.sampling import one_of, pairs, sampled
+from tests.made_models.sampling import first_and_in_turn, one_of, pairs, sampled
 
 if TYPE_CHECKING:
     from inference_svc.engine.sequence import Sequence
@@ -142,7 +142,7 @@ def test_a_memory_goes_back_to_wherever_its_windows_still_are(
         assert came_back.state == stayed.state
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", first_and_in_turn(list(NAMES), seconds=1))
 def test_a_memory_that_came_back_is_stored_again_to_the_bit(name: str, family: Callable[[str], Driver]) -> None:
     driver = family(name)
     key, ended = remembered(driver, 600, 20)

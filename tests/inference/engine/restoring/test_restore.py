@@ -184,6 +184,7 @@ def test_blocks_shared_by_another_agent_give_the_reply_of_a_cold_run(driver: Dri
     assert taken.state == cold.state
 
 
+@pytest.mark.long(1)
 def test_a_plan_that_restores_less_than_anothers_memory_has_begins_with_that_memory(driver: Driver) -> None:
     prompt = tokens_of(900, seed=6)
     giver = driver.key()
@@ -267,6 +268,7 @@ def test_where_files_stop_coming_a_shared_prefix_stays(driver: Driver, came: int
     assert shared.state == cold.state
 
 
+@pytest.mark.long(1)
 @pytest.mark.cells_of_a_block
 def test_a_reader_does_not_wait_for_files_that_a_shared_prefix_replaces(driver: Driver) -> None:
     """Those that came and those that come: else a long common prefix would end the reading before the rest."""

@@ -387,6 +387,7 @@ def test_many_people_and_many_background_turns_all_come_to_their_end(small: Driv
     assert all_is_free(small)
 
 
+@pytest.mark.long(2)
 def test_an_engine_that_closes_ends_who_is_preempted_and_who_is_wanted(model_dir: Path, tmp_path: Path) -> None:
     driver = Driver(open_engine(model_dir, tmp_path))
     preempted, wanted, first = Keeper(), Keeper(lambda _: None), Listener()

@@ -22,6 +22,7 @@ def small(model_dir: Path, tmp_path: Path) -> Iterator[Driver]:
         yield driver
 
 
+@pytest.mark.long(2)
 def test_who_waits_for_room_begins_when_a_turn_that_says_nothing_has_ended(
     small: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

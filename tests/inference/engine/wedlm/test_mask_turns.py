@@ -222,6 +222,7 @@ def test_turns_of_all_kinds_are_in_a_batch_what_they_are_alone(opened: Callable[
     assert [found(*each) for each in together] == alone
 
 
+@pytest.mark.long(1)
 def test_settings_that_depend_on_the_last_token_fill_one_mask_a_pass(masks: Driver) -> None:
     for how in ({"constraint": ANY_CASE}, {"repetition_penalty": 1.5}, {"presence_penalty": 0.5}):
         ended = masks.turn(tokens_of(20, 4), max_tokens=TOKENS, **how)

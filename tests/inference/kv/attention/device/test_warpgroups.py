@@ -86,6 +86,7 @@ def one_block(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     fused._geometry.cache_clear()
 
 
+@pytest.mark.long(2)
 @needs_compiler
 @pytest.mark.usefixtures("one_block")
 def test_more_tiles_than_places_for_values_have_the_same_bits_beside_others() -> None:
