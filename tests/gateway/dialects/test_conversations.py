@@ -20,6 +20,7 @@ from kvasir_gateway.answering import Memory
 from kvasir_gateway.conversations import Conversations
 from kvasir_gateway.reading import comparing
 from kvasir_gateway.reading.comparing import canonical
+from kvasir_gateway.reading.made_calls import MadeCalls
 from kvasir_gateway.reading.records import PREFIX, Kept, Made
 from kvasir_gateway.turn import Said, ToolUse
 
@@ -243,6 +244,24 @@ def test_a_call_that_still_stands_in_the_text_of_the_newest_reply_is_known_by_it
     talk.known = conversations()
     on = (user("Hello"), made, Said("tool", "done", tool_call_id=made.tool_calls[0].id))
     assert (talk.turn(*on) == first) is is_own
+
+
+def test_a_call_that_still_stands_in_the_text_of_an_older_reply_is_known_by_its_result() -> None:
+    """As where a prompt has the memory's own spelling of it. After a restart, also behind a compaction."""
+    records = Records()
+    made = Said("assistant", "", tool_calls=(ToolUse("ABCDEFG23", "edit", "{}"),))
+    result, other = (Said("tool", "done", tool_call_id=name) for name in ("ABCDEFG23", "ABCDEFG24"))
+    known = Talk(conversations(), records)
+    first, second = (known.turn(user(text), made, result, answer="Done.") for text in ("Hello", "Good evening"))
+    text = reply('<tool_call>\n{"name": "edit", "arguments": {}}\n</tool_call>')
+    records.remembered[first] = (user("Hello"), text, result, reply("Done."))
+    records.remembered[second] = (user("Good evening"), text, other, reply("Done."))
+    makers = asyncio.run(MadeCalls(START).makers("n", ["ABCDEFG23"], records))
+    assert [each.agent_id for each in makers] == [first]
+    restarted = Talk(conversations(), records)
+    for opening, agent in (("Hello", first), ("Good evening", second)):
+        again = restarted.turn(user(opening), made, result, reply("Done."), user("more"))
+        assert (again == agent) is (agent == first), "another result is another conversation"
 
 
 def test_while_an_agent_is_busy_a_second_turn_from_the_same_point_is_a_branch() -> None:

@@ -35,6 +35,16 @@ def test_the_conversation_that_a_request_quotes_in_its_own_text_is_the_one_with_
     assert quoted(talk, TRANSCRIPT) == ""
 
 
+def test_calls_that_stand_in_the_text_of_older_replies_are_no_lines_that_a_request_leaves_out() -> None:
+    talk = Talk(conversations(), Records())
+    agent = talk.turn(TASK, answer="It builds again.", hint="session")
+    call = '<tool_call>\n{"name": "read", "arguments": {"path": "reader.h"}}\n</tool_call>'
+    read = [said for number in "1234" for said in (reply(call), Said("tool", FOUND, tool_call_id=f"c{number}"))]
+    talk.records.remembered[agent] = (TASK, *read, reply("It builds again."))
+    transcript = user(f"[User]: {TASK.content}\n[Tool]: {FOUND}\n[Assistant]: It builds again.")
+    assert quoted(talk, (TRANSCRIPT[0], transcript)) == agent
+
+
 def test_a_conversation_that_read_the_same_file_is_not_the_quoted_one() -> None:
     talk = Talk(conversations(), Records())
     readme = "This library keeps what agents know, and gives it back to them whole."

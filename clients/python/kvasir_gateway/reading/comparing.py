@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 from json.encoder import encode_basestring_ascii
 
 from kvasir.clocks import without_times
@@ -19,13 +20,29 @@ def common_messages(ones: Sequence[Said], others: Sequence[Said]) -> int:
     """How many messages two conversations begin with in common."""
     count = 0
     for one, other in zip(ones, others, strict=False):
-        made, repeated = ([call.id for call in said.tool_calls if call.id] for said in (one, other))
-        if one.reply_id:
-            made = [manifest.call_id(one.reply_id, number) for number in range(len(repeated))]
-        if canonical(one) != canonical(other) and not (made and made == repeated):
+        repeated = [call.id for call in other.tool_calls if call.id]
+        if canonical(one) != canonical(other) and not (repeated and repeated == _made(ones, count, len(repeated))):
             break
         count += 1
     return count
+
+
+def results_of_text(said: Sequence[Said], place: int) -> list[Said]:
+    """The results of a reply whose calls still stand in its text: the memory's own spelling, in which a client's call
+    came back. Only they name its calls."""
+    message = said[place]
+    if message.role != "assistant" or message.tool_calls:
+        return []
+    return [*takewhile(lambda each: each.role == "tool", said[place + 1 :])]
+
+
+def _made(said: Sequence[Said], place: int, calls: int) -> list[str]:
+    """The ids of a message's calls. Of the newest reply, whose calls stand in its text, they follow from its own."""
+    message = said[place]
+    if message.reply_id:
+        return [manifest.call_id(message.reply_id, number) for number in range(calls)]
+    named = [each.tool_call_id for each in results_of_text(said, place)]
+    return named or [call.id for call in message.tool_calls if call.id]
 
 
 def at_any_time(messages: Sequence[Said]) -> Sequence[Said]:

@@ -45,7 +45,9 @@ class MadeCalls:
 
 
 def _newest_calls(said: Sequence[Said]) -> frozenset[str]:
-    calls = [call.id for message in said for call in message.tool_calls if _ENGINES_ID.fullmatch(call.id)]
+    # A call that still stands in its reply's text is named by its result.
+    named = [name for each in said for name in (*(call.id for call in each.tool_calls), each.tool_call_id)]
+    calls = [name for name in dict.fromkeys(named) if _ENGINES_ID.fullmatch(name)]
     if said and said[-1].reply_id:
         calls += [manifest.call_id(said[-1].reply_id, number) for number in range(_MOST_AT_ONCE)]
     return frozenset(calls[-_MAX_CALLS:])

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from kvasir_gateway.reading.comparing import results_of_text
 from kvasir_gateway.reading.records import PREFIX, AgentRecords, Kept
 from kvasir_gateway.turn import Said
 
@@ -31,7 +32,9 @@ def chars_in_common(said: Sequence[Said], quoting: Sequence[Said]) -> int:
     """How much of a conversation's lines and calls a request quotes; 0 for fewer than half, or for none of its
     user's."""
     users, calls = set(_line_ends(said, "user")), set(_call_ends(said))
-    lines = users.union(_line_ends(said, "assistant"))
+    # Clients quote a call by its arguments alone, and no line of a reply in whose text it stands.
+    texts = [each for place, each in enumerate(said) if not results_of_text(said, place)]
+    lines = users.union(_line_ends(texts, "assistant"))
     common = (lines | calls).intersection(_quoted_ends(quoting))
     known = lines if calls.isdisjoint(common) else lines | calls
     is_quoted = 2 * len(common) >= len(known) and not users.isdisjoint(common)
