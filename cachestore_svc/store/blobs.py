@@ -80,7 +80,7 @@ class Blobs:
                         each.abandon()
                 raise
         for number, each in enumerate(opened):
-            if isinstance(each, PartWriter) and not each.received_bytes and each.digest in listed:
+            if isinstance(each, PartWriter) and each.digest in listed:  # a name whose bytes are durable stays theirs
                 each.abandon()
                 opened[number] = StoredBlob(each.digest)
         return opened

@@ -7,7 +7,9 @@ import stat
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kvasir.clients import handed_files
@@ -17,7 +19,7 @@ from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import BlobKind
-from cachestore_svc.store.blobs import NewBlob, finish_all
+from cachestore_svc.store.blobs import Blobs, NewBlob, finish_all
 from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, hand, write
 from tests.made_models.synthetic import SMALL, SyntheticAgent
@@ -319,3 +321,31 @@ def test_a_file_that_changes_after_it_was_taken_is_damage_that_a_reader_finds(la
         assert store.blobs.find_missing(NS, [DIGEST]) == [DIGEST]
         hand(store, DIGEST, handed_file(lab)[1])
         assert Digest.of(store.blobs.read(NS, DIGEST)) == DIGEST
+
+
+@pytest.mark.parametrize(
+    "blob", [WITH_FILE, NewBlob(DIGEST, TENSORS, handed="its token")], ids=["with bytes", "handed"]
+)
+def test_a_blob_that_another_writer_listed_meanwhile_keeps_its_file(
+    lab: Lab, blob: NewBlob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name would go to a file whose sync has only begun."""
+    with lab.open() as store:
+        store.blobs.receive_files(NS)
+        if blob.handed:
+            blob = replace(blob, handed=handed_file(lab)[1])
+        begin, inodes = Blobs._begin, list[int]()
+
+        def late(blobs: Blobs, *given: Any) -> None:
+            if not inodes:
+                inodes.append(0)
+                write(store, blob.digest, MANIFEST if blob.data else DATA, blob.kind)
+                inodes[0] = lab.file_of(blob.digest).stat().st_ino
+            begin(blobs, *given)
+
+        monkeypatch.setattr(Blobs, "_begin", late)
+        [writer] = store.blobs.open_writers(NS, [blob])
+        assert not isinstance(writer, KvasirError)
+        finish_all([writer])
+        assert lab.file_of(blob.digest).stat().st_ino == inodes[0]
+        assert store.statistics.of(NS).reserved_bytes == 0
