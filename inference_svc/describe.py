@@ -4,7 +4,6 @@ import argparse
 import json
 import platform
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
@@ -15,6 +14,7 @@ import structlog
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import KvasirError
 from kvasir.options.texts import path_of
+from kvasir.syncing import Scratch
 
 from inference_svc.kv.policy import PolicyRequest
 from inference_svc.model import kvasir_tiny
@@ -142,12 +142,12 @@ def main() -> int:
     arguments = parser.parse_args()
     # Measurements are reported on stderr on the way; stdout is for the facts.
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    with tempfile.TemporaryDirectory() as nowhere:
+    with Scratch("kvasir-describe-") as nowhere:
         try:
             request = PolicyRequest.parse(arguments.kv_policy, arguments.kv_exact_layers)
             facts = described(
                 arguments.model or kvasir_tiny.path(),
-                arguments.cache_dir or Path(nowhere),
+                arguments.cache_dir or nowhere,
                 request,
                 None if arguments.memory_gib is None else int(arguments.memory_gib * (1 << 30)),
                 arguments.device_gib,

@@ -11,6 +11,7 @@ import pytest
 from kvasir.errors import Cancelled, InvalidArgument
 from kvasir_bench.played import __main__ as played_engine
 from kvasir_bench.played.played_model import PlayedRunner, open_played
+from kvasir_bench.played.step_cost import IdleRunner, StepMeter
 
 from inference_svc.engine.engine import Engine
 from inference_svc.kv.page import PAGE_TOKENS
@@ -55,6 +56,14 @@ def replies(runner: PlayedRunner, pool: KvPool, *sequences: SequenceKV) -> list[
     for kv in sequences:
         batch.leave(kv)
     return said
+
+
+@pytest.mark.parametrize("kind", [PlayedRunner, IdleRunner])
+def test_an_engine_of_it_ends_as_any_other(kind: type[PlayedRunner], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(IdleRunner, "meter", StepMeter(), raising=False)
+    opened, made = open_played(SHAPE, WHICH, runner_class=kind)[:2]
+    made.new_batch(made.new_pool(opened.info.kv_identity.policy, 40 << 20), 0).close()
+    made.close()
 
 
 def test_no_token_is_tried_ahead_as_its_row_would_be_written(runner: PlayedRunner, pool: KvPool) -> None:

@@ -4,13 +4,13 @@ import asyncio
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from kvasir.errors import KvasirError, Unavailable
+from kvasir.syncing import Scratch
 from kvasir.waits import PATIENCE_S, PAUSE_S, WORK_S
 
 from kvasir_bench.load import run
@@ -24,11 +24,11 @@ async def measured(
 ) -> dict[str, Any]:
     """The load's results of mlx_lm.server, and how it `serves`; or why it was `left_out`: it may not know the model."""
     try:
-        with tempfile.TemporaryDirectory() as logs:
-            async with serving(model, scope.at_once or 0, Path(logs)) as target:
+        with Scratch("kvasir-bench-mlx-lm-") as logs:
+            async with serving(model, scope.at_once or 0, logs) as target:
                 await run.tokens_per_word(target, scope)  # it answers now, and has compiled what it compiles
                 found = await run.run(target, scope, say, tokens_per_word=tokens_per_word)
-                return {"name": NAME, "serves": (Path(logs) / "out").read_text().strip(), **found}
+                return {"name": NAME, "serves": (logs / "out").read_text().strip(), **found}
     except KvasirError as error:
         return {"name": NAME, "left_out": error.message}
 

@@ -73,6 +73,10 @@ class PlayedRunner(ModelRunner):
     def new_batch(self, pool: KvPool, decoded_budget: int) -> DecodeBatch:
         return PlayedBatch(pool, self.pages, self._logits, decoded_budget)
 
+    def close(self) -> None:
+        """There are no weights, and no graphs."""
+        self._pages = None
+
     @property
     def pages(self) -> PlayedPages:
         assert self._pages is not None, "the pool comes first"

@@ -11,7 +11,6 @@ import json
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ import mlx.core as mx
 import numpy as np
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.clients import AioInferenceClient
+from kvasir.syncing import SHORT_ROOT, Scratch
 from kvasir.waits import LOOK_S, WORK_S
 
 from inference_svc.engine.engine import Engine
@@ -67,7 +67,7 @@ class StepMeter:
 class _Nothing:
     """A layer of a pass that computes nothing, and the pages of a prompt, which nobody reads."""
 
-    begin = append = staticmethod(lambda *_given: None)
+    begin = append = forget = staticmethod(lambda *_given: None)
     reply = staticmethod(lambda _kv: 0)
 
 
@@ -144,10 +144,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(asyncio.run(_read(asked.read[0], asked, int(asked.read[1]))))
         return 0
     IdleRunner.meter, name = StepMeter(), f"{played_model.NAME_PREFIX}{_SHAPE}={_SHAPE}"
-    with tempfile.TemporaryDirectory() as home:
+    with Scratch("kvasir-step-cost-", SHORT_ROOT) as home:
         address = f"unix:{home}/s"
         opener = partial(played_model.open_played, runner_class=IdleRunner)
-        arguments = ["serve", "--listen", address, "--model", name, "--memory-gib", "8", "--state-dir", home]
+        arguments = ["serve", "--listen", address, "--model", name, "--memory-gib", "8", "--state-dir", str(home)]
         given = sys.argv[1:] if argv is None else argv
         threading.Thread(target=_measure, args=(address, given, asked.rows, IdleRunner.meter), daemon=True).start()
         return serve_by_arguments(arguments, partial(Engine.open, opener=opener))
