@@ -23,19 +23,26 @@ _HOST_BYTES = 8  # of an array that MLX has memory of both sides for
 class _Slot:
     array: mx.array
     numbers: NDArray[Any]  # the array's memory
-    references: int  # to the array, while nobody else has it
     used: int  # the newest use's number
+    own_references: int = 0  # to the array, while nobody else has it
 
     @classmethod
     def of(cls, numbers: list[int], shape: tuple[int, ...], dtype: mx.Dtype, used: int) -> "_Slot":
         array = mx.array(np.array(numbers, np.uint32 if dtype == mx.uint32 else np.int32).reshape(shape))
         memory: Any = memoryview(array)  # type: ignore[arg-type]  # MLX's arrays have the buffer protocol
-        references = sys.getrefcount(array)
-        return cls(array, np.asarray(memory).reshape(-1), references, used)
+        slot = cls(array, np.asarray(memory).reshape(-1), used)
+        del array
+        slot.own_references = slot._references
+        return slot
 
     @property
     def is_held(self) -> bool:
-        return sys.getrefcount(self.array) > self.references
+        return self._references > self.own_references
+
+    @property
+    def _references(self) -> int:
+        """Counted in one place, because Python 3.14 lends a call its caller's variables, but not attributes."""
+        return sys.getrefcount(self.array)
 
 
 class HostNumbers:
