@@ -118,7 +118,7 @@ class StepSchedule(Generic[TurnT]):
         turn = self._next_of(able)
         budgets_s = {name: self._budget_s(decoding, name, urgency) for name in {each.namespace for each in able}}
         left_s = budgets_s[turn.namespace] - spent_s if decoding else None
-        size, loads = self._size(turn, left_s, spent_s), turn.status is Status.LOADING
+        size, loads = self._size(turn, able, left_s, spent_s), turn.status is Status.LOADING
         position, tokens = (0, 0) if loads else (turn.cells.computed, size)
         if not size or not self._pace.allows(turn, position, tokens):
             return None
@@ -198,7 +198,7 @@ class StepSchedule(Generic[TurnT]):
             return turn.longest_gap_s if turn.namespace == prompts else max(turn.longest_gap_s, usual_s)
         return usual_s
 
-    def _size(self, turn: TurnT, left_s: float | None, spent_s: float) -> int:
+    def _size(self, turn: TurnT, able: Collection[TurnT], left_s: float | None, spent_s: float) -> int:
         """How many tokens or files the turn's next grant has; 0 if the step has no time for one. `left_s`: seconds that
         are left of the step, of which `spent_s` are gone; None: nobody waits for it.
         """
@@ -222,7 +222,8 @@ class StepSchedule(Generic[TurnT]):
         if self._pace.has_begun and whole > fits:
             return 0  # the next step begins at once, and has time for a longer cell
         # For the same reason a rest that takes a step longer at most goes along, where no other cell fills its pass.
-        rest_s = 0.0 if self._may_share(turn, whole) else step_s
+        mates = [each for each in able if each is not turn and each.status is not Status.LOADING]
+        rest_s = 0.0 if self._may_share(turn, whole) and any(each.shares_passes for each in mates) else step_s
         with_rest = self._costs.tokens_within((left_s + rest_s) * (1 - _BETWEEN), turn.cells.computed) or 0
         if whole <= self._even(with_rest):
             return whole

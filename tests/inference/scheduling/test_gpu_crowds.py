@@ -116,6 +116,20 @@ def test_where_no_pass_is_shared_a_prompts_last_tokens_go_along() -> None:
     assert last_first_s <= 1.6 * 16 * cell_s(1_044)
 
 
+def test_a_lone_prompts_last_tokens_go_along_beside_streams() -> None:
+    """It has no other cell to share a pass with: two passes, of 768 tokens and of 32, took 16 ms longer."""
+    world = Gpu(rules=GPU)
+    world.submit(Job(CELL, 24))
+    world.run()
+    streams, job = [Job(200, 60) for _ in range(4)], Job(800, 1, cell_tokens=CELL)
+    world.submit(*streams)
+    while any(stream.generated < 20 for stream in streams):
+        world.step()
+    world.submit(job)
+    world.run()
+    assert [cell.size for cells in world.passes for cell in cells if cell.turn is job] == [800]
+
+
 def test_a_crowds_passes_cost_no_tokens_that_they_have_not() -> None:
     """896 tokens cost as much as 1,024, and 1,152 as much as 1,280."""
     world, last_first_s = crowd(16, CELL)
