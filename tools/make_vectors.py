@@ -15,7 +15,7 @@ from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
 from kvasir.credentials import hash_token
 from kvasir.formats import archive, manifest
-from kvasir.formats.block_file import FileIdentity, TensorSpec, encode, encode_header, expected_tensors, plain_policy
+from kvasir.formats.block_file import FileIdentity, encode, encode_header
 from kvasir.formats.block_hash import (
     BLOCK_TOKENS,
     block_hash,
@@ -27,6 +27,7 @@ from kvasir.formats.block_hash import (
 from kvasir.formats.digest import Digest
 from kvasir.formats.frames import FRAME_BYTES, frames_of
 from kvasir.formats.layer_groups import first_touched_block, row_groups
+from kvasir.formats.tensor_layouts import TensorSpec, expected_tensors, plain_policy
 from kvasir.formats.token_files import file_identities
 
 VECTORS = Path(__file__).parent.parent / "proto" / "vectors"

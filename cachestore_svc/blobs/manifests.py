@@ -9,10 +9,11 @@ from typing import Any
 
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
 from kvasir.formats import manifest as manifests
-from kvasir.formats.block_file import FileIdentity, HeaderError, Layout, expected_state_tensors, row_layouts
+from kvasir.formats.block_file import FileIdentity, HeaderError
 from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain, chain_hashes, kv_identity_hash, window_block_hash
 from kvasir.formats.digest import Digest
 from kvasir.formats.layer_groups import keeps_all_tokens
+from kvasir.formats.tensor_layouts import Layout, expected_state_tensors, row_layouts
 from kvasir.formats.token_files import file_identities, state_identity
 
 from cachestore_svc.blobs.blob_checks import schema_hash

@@ -13,8 +13,9 @@ from typing import Any
 
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import FailedPrecondition
-from kvasir.formats.block_file import HeaderError, Layout, expected_state_tensors, expected_tensors
+from kvasir.formats.block_file import HeaderError
 from kvasir.formats.digest import Digest, is_hash
+from kvasir.formats.tensor_layouts import Layout, expected_state_tensors, expected_tensors
 
 from cachestore_svc.blobs.backend import has_any, unknown_places
 from cachestore_svc.blobs.ballast import Ballast

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kvasir.cachestore.v1 import identity_pb2
-from kvasir.formats.block_file import layer_tensors
 from kvasir.formats.block_hash import BLOCK_TOKENS
+from kvasir.formats.tensor_layouts import layer_tensors
 
 PAGE_TOKENS = BLOCK_TOKENS
 UNIT_BYTES = 2

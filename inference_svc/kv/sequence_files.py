@@ -9,8 +9,9 @@ import mlx.core as mx
 import numpy as np
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.clients.blob_memory import BlobMemory
-from kvasir.formats.block_file import FileBytes, FileIdentity, encode, expected_state_tensors, header_with
+from kvasir.formats.block_file import FileBytes, FileIdentity, encode, header_with
 from kvasir.formats.layer_groups import layers_of
+from kvasir.formats.tensor_layouts import expected_state_tensors
 
 from inference_svc.kv.attention import failed_copies
 from inference_svc.kv.attention.host_copy import Run, begin_out, copy_out, to_host

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 from kvasir.cachestore.v1 import identity_pb2
-from kvasir.formats import block_file
+from kvasir.formats import block_file, tensor_layouts
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
 from kvasir.formats.layer_groups import layers_of
 from kvasir.formats.token_files import file_identities, state_identity
@@ -38,18 +38,18 @@ class CheckedFile:
 class Schema:
     """The tensors of a kind of file, and facts that follow from them: made once for all files of the kind."""
 
-    layout: block_file.Layout
+    layout: tensor_layouts.Layout
     entries: bytes
 
     @classmethod
-    def of(cls, tensors: tuple[block_file.TensorSpec, ...]) -> "Schema":
-        return cls(block_file.Layout(tensors), block_file.tensor_entries(tensors))
+    def of(cls, tensors: tuple[tensor_layouts.TensorSpec, ...]) -> "Schema":
+        return cls(tensor_layouts.Layout(tensors), block_file.tensor_entries(tensors))
 
 
 @lru_cache(maxsize=64)
 def _schema(identity: bytes, rows: int, group: int) -> Schema:
     """Of files with so many rows. It takes as long as the checks of ten files; `identity` is serialized."""
-    layouts = block_file.row_layouts(identity, group)
+    layouts = tensor_layouts.row_layouts(identity, group)
     return Schema(layouts.layout(rows), layouts.entries(rows))
 
 
@@ -111,12 +111,12 @@ def check_state(
     """Check that `blob` is the recurrent layers' state after exactly these tokens. Raises DataLoss that names them."""
     expected = state_identity(kv_identity_hash, token_ids, len(token_ids))
     try:
-        return _checked(identity, Schema.of(block_file.expected_state_tensors(identity)), expected, blob)
+        return _checked(identity, Schema.of(tensor_layouts.expected_state_tensors(identity)), expected, blob)
     except block_file.HeaderError as error:
         raise DamagedFile(str(error), state=expected.tokens) from None
 
 
-def state_arrays(file: CheckedFile) -> list[tuple[block_file.TensorSpec, Array]]:
+def state_arrays(file: CheckedFile) -> list[tuple[tensor_layouts.TensorSpec, Array]]:
     """The tensors of a state file, [1, …] each. Raises DataLoss for a value that is not finite."""
     specs, arrays = file.header.tensors, list(_views(file))
     for spec, array in zip(specs, arrays, strict=True):
@@ -142,7 +142,7 @@ def page_units(file: CheckedFile, units: int) -> Array:
 
 def exponents(identity: identity_pb2.KvIdentity, group: int) -> Array:
     """For each unit of such a page the bits of a number's exponent; 0 for codes, of which any bits are valid."""
-    specs = block_file.expected_tensors(identity, BLOCK_TOKENS, group)
+    specs = tensor_layouts.expected_tensors(identity, BLOCK_TOKENS, group)
     return np.concatenate(
         [np.full(spec.size_bytes // UNIT_BYTES, _EXPONENTS.get(spec.dtype, 0), np.uint16) for spec in specs]
     )

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvasir.cachestore.v1 import identity_pb2
-from kvasir.formats.block_file import expected_state_tensors, expected_tensors
 from kvasir.formats.block_hash import kv_identity_hash
 from kvasir.formats.layer_groups import has_recurrent_layers, windows_of
+from kvasir.formats.tensor_layouts import expected_state_tensors, expected_tensors
 
 from inference_svc.model.wedlm import MaskWindow
 

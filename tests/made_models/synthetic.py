@@ -12,10 +12,11 @@ from functools import lru_cache
 from blake3 import blake3
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
 from kvasir.formats import manifest as manifests
-from kvasir.formats.block_file import FileIdentity, TensorSpec, encode, expected_state_tensors, expected_tensors
+from kvasir.formats.block_file import FileIdentity, encode
 from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain, chain_hash, kv_identity_hash
 from kvasir.formats.digest import Digest
 from kvasir.formats.layer_groups import first_touched_block, windows_of
+from kvasir.formats.tensor_layouts import TensorSpec, expected_state_tensors, expected_tensors
 
 VOCABULARY = 1024
 

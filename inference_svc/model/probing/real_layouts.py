@@ -5,15 +5,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvasir.cachestore.v1 import identity_pb2
-from kvasir.formats.block_file import (
+from kvasir.formats.block_hash import BLOCK_TOKENS
+from kvasir.formats.layer_groups import windows_of
+from kvasir.formats.tensor_layouts import (
     expected_state_tensors,
     expected_tensors,
     layer_tensors,
     plain_policy,
     recurrent_tensors,
 )
-from kvasir.formats.block_hash import BLOCK_TOKENS
-from kvasir.formats.layer_groups import windows_of
 
 Layers = Sequence[identity_pb2.LayerLayout]
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, cast
 
 import mlx.core as mx
 from kvasir.cachestore.v1 import identity_pb2
-from kvasir.formats.block_file import expected_tensors
+from kvasir.formats.tensor_layouts import expected_tensors
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from kvasir.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
-from kvasir.formats.block_file import TensorSpec, encode, parse_header
+from kvasir.formats.block_file import encode, parse_header
 from kvasir.formats.digest import Digest
+from kvasir.formats.tensor_layouts import TensorSpec
 
 from cachestore_svc.blobs.blob_writer import BlobWriter, NewBlob, PartWriter, finish_all
 from cachestore_svc.facts.records import BlobDamaged, BlobKind

@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
 from kvasir.errors import FailedPrecondition, InvalidArgument
-from kvasir.formats.block_file import FileIdentity, encode, expected_tensors
+from kvasir.formats.block_file import FileIdentity, encode
 from kvasir.formats.block_hash import chain_hash, kv_identity_hash
 from kvasir.formats.digest import Digest
 from kvasir.formats.layer_groups import row_groups
+from kvasir.formats.tensor_layouts import expected_tensors
 
 from cachestore_svc.facts.records import BlobKind, FoundPrefix, Origin
 from cachestore_svc.store.store import Store

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from kvasir.cachestore.v1 import identity_pb2
-from kvasir.formats.block_file import TensorSpec, expected_state_tensors
 from kvasir.formats.block_hash import kv_identity_hash
 from kvasir.formats.digest import Digest
+from kvasir.formats.tensor_layouts import TensorSpec, expected_state_tensors
 
 from cachestore_svc.blobs import manifests
 from cachestore_svc.blobs.ballast import Ballast

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import InvalidArgument
-from kvasir.formats.block_file import expected_tensors
+from kvasir.formats.tensor_layouts import expected_tensors
 
 from inference_svc.config import ConfigError, read_settings
 from inference_svc.kv.policy import LADDER, PolicyRequest, Rung, name_of, policy_of

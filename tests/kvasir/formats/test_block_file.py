@@ -18,21 +18,23 @@ from kvasir.formats.block_file import (
     FileIdentity,
     Header,
     HeaderError,
-    Layout,
-    TensorSpec,
     check_schema,
     encode,
     encode_header,
-    expected_state_tensors,
-    expected_tensors,
     header_size,
-    layer_tensors,
     parse_header,
-    row_layouts,
     tensor_entries,
 )
 from kvasir.formats.block_hash import kv_identity_hash
 from kvasir.formats.digest import Digest
+from kvasir.formats.tensor_layouts import (
+    Layout,
+    TensorSpec,
+    expected_state_tensors,
+    expected_tensors,
+    layer_tensors,
+    row_layouts,
+)
 
 from tests.made_models.sampling import sampled
 from tests.made_models.synthetic import (

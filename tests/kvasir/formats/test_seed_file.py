@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
 from kvasir.errors import FailedPrecondition, InvalidArgument, KvasirError
-from kvasir.formats import block_file
+from kvasir.formats import block_file, tensor_layouts
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hash, kv_identity_hash
 from kvasir.formats.digest import Digest
 from kvasir.formats.seed_file import from_seed_file, to_seed_file
@@ -60,7 +60,7 @@ def a_memory(
         part = token_ids[start : start + BLOCK_TOKENS]
         chain = chain_hash(name, chain, part)
         kind = "block" if len(part) == BLOCK_TOKENS else "tail"
-        specs = block_file.expected_tensors(kv, len(part))
+        specs = tensor_layouts.expected_tensors(kv, len(part))
         blob = block_file.encode(
             block_file.FileIdentity(kind, name, start, len(part), chain),
             [(spec, dice.randbytes(spec.size_bytes)) for spec in specs],

@@ -9,17 +9,28 @@ a header before any tensor has arrived, and refuses headers that the library acc
 other names, or above 1 MiB."""
 
 import json
-import math
 import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import TypeAlias
 
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.formats.block_hash import BLOCK_TOKENS
-from kvasir.formats.layer_groups import layers_of
+from kvasir.formats.tensor_layouts import (
+    ITEM_BYTES,
+    LAYOUTS,
+    Layout,
+    RowLayouts,
+    TensorSpec,
+    expected_state_tensors,
+    expected_tensors,
+    rows_of,
+)
+from kvasir.formats.tensor_layouts import (
+    HeaderError as HeaderError,
+)
 
 FileBytes: TypeAlias = bytes | memoryview
 MAX_HEADER_BYTES = 1 << 20
@@ -29,34 +40,9 @@ METADATA_KEY = "kvasir"
 _ALIGNMENT = 64
 
 _NAME = re.compile(r"layer_(0|[1-9][0-9]{0,3})_(?:[kv](?:_weights|_scales|_biases)?|state_(0|[1-9][0-9]?))")
-_ITEM_BYTES = {"U32": 4, "F16": 2, "BF16": 2, "F32": 4}
-_SCALE_DTYPE = {identity_pb2.SCALE_TYPE_FLOAT16: "F16", identity_pb2.SCALE_TYPE_BFLOAT16: "BF16"}
-_STATE_DTYPE = {
-    identity_pb2.TENSOR_TYPE_FLOAT32: "F32",
-    identity_pb2.TENSOR_TYPE_FLOAT16: "F16",
-    identity_pb2.TENSOR_TYPE_BFLOAT16: "BF16",
-}
 _KINDS = ("block", "tail", "state")
 _IDENTITY_FIELDS = {"chain", "format", "kind", "kv_identity", "start", "tokens"}
 _MAX_WINDOW = (1 << 32) - 1
-_LAYOUTS = 64  # that are remembered
-
-
-class HeaderError(ValueError):
-    """A tensor file's header is not one that Kvasir would write. Names the found and the expected value."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """One tensor of a file: its name, safetensors dtype, and shape."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,55 +71,6 @@ class FileIdentity:
         return json.dumps(fields, separators=(",", ":"), sort_keys=True)
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The tensors of a file, in its order, and what follows from them: one object for all blocks of a model."""
-
-    tensors: tuple[TensorSpec, ...]
-
-    @cached_property
-    def size_bytes(self) -> int:
-        return sum(tensor.size_bytes for tensor in self.tensors)
-
-    @cached_property
-    def rows(self) -> set[int | None]:
-        """Tokens of each tensor; None for one that is not `[kv_heads, rows, …]`."""
-        return {_rows_of(tensor) for tensor in self.tensors}
-
-    @cached_property
-    def text(self) -> str:
-        """Names, types and shapes: equal texts are equal layouts."""
-        return json.dumps(
-            [[tensor.name, tensor.dtype, *tensor.shape] for tensor in self.tensors], separators=(",", ":")
-        )
-
-
-class RowLayouts:
-    """Layouts of blocks and tails that differ in their rows alone. To make each of its tensors takes some ten times as
-    long, and every turn ends with a tail of another length.
-    """
-
-    def __init__(self, one: Layout) -> None:
-        """`one`: of any rows, all of whose tensors have them."""
-        self._tensors = [(spec.name, spec.dtype, spec.shape[0], spec.shape[2]) for spec in one.tensors]
-        self._factors: list[int] = []  # of the numbers in the text: each is so many times the rows
-        entries, offset = [], 0
-        for spec, (name, dtype, heads, width) in zip(one.tensors, self._tensors, strict=True):
-            end = offset + spec.size_bytes // spec.shape[1]
-            self._factors += (1, offset, end)
-            entries.append(f'"{name}":{{"dtype":"{dtype}","shape":[{heads},%d,{width}],"data_offsets":[%d,%d]}}')
-            offset = end
-        self._form = ",".join(["", *entries]) + "}"
-
-    def layout(self, rows: int) -> Layout:
-        specs = [TensorSpec(name, dtype, (heads, rows, width)) for name, dtype, heads, width in self._tensors]
-        return Layout(tuple(specs))
-
-    def entries(self, rows: int) -> bytes:
-        """As `tensor_entries` of that layout."""
-        return (self._form % tuple([factor * rows for factor in self._factors])).encode()
-
-
 @dataclass(frozen=True, slots=True)
 class Header:
     """A checked header: identity, tensors in file order, and where their bytes begin."""
@@ -157,81 +94,6 @@ class Header:
             parts[spec.name] = view[offset : offset + spec.size_bytes]
             offset += spec.size_bytes
         return parts
-
-
-def plain_policy(
-    bits: int, scale_type: "identity_pb2.ScaleType" = identity_pb2.SCALE_TYPE_FLOAT16
-) -> identity_pb2.KvPolicy:
-    """As many bits for keys as for values, below 16 in groups of 64; keys are not rotated."""
-    return identity_pb2.KvPolicy(
-        key_bits=bits,
-        value_bits=bits,
-        group_size=64 if bits < 16 else 0,
-        scale_type=scale_type,
-        key_rotation=identity_pb2.KEY_ROTATION_NONE,
-    )
-
-
-def expected_tensors(identity: identity_pb2.KvIdentity, rows: int, group: int = 0) -> tuple[TensorSpec, ...]:
-    """Tensors of a block or tail with `rows` tokens: every layer of the group, in order; none for a foreign group."""
-    return tuple(spec for index in layers_of(identity, group) for spec in layer_tensors(identity, index, rows))
-
-
-@lru_cache(_LAYOUTS)
-def row_layouts(identity: bytes, group: int) -> RowLayouts:
-    """Those of a group's blocks and tails. `identity`: a KvIdentity, serialized."""
-    return RowLayouts(Layout(expected_tensors(identity_pb2.KvIdentity.FromString(identity), BLOCK_TOKENS, group)))
-
-
-def expected_state_tensors(identity: identity_pb2.KvIdentity) -> tuple[TensorSpec, ...]:
-    """The tensors of all recurrent layers. Raises HeaderError where the identity does not describe their states."""
-    specs: list[TensorSpec] = []
-    for index, layer in enumerate(identity.layers):
-        if layer.kind == identity_pb2.LAYER_KIND_STATE:
-            specs += recurrent_tensors(layer, index)
-    return tuple(specs)
-
-
-def recurrent_tensors(layer: identity_pb2.LayerLayout, index: int) -> list[TensorSpec]:
-    """One recurrent layer's state, as `layer_N_state_M`. Raises HeaderError when the layout does not describe it."""
-    if not layer.state_tensors:
-        raise HeaderError(f"layer {index}: the layout does not describe its recurrent state")
-    return [
-        TensorSpec(f"layer_{index}_state_{part}", _STATE_DTYPE[tensor.type], tuple(tensor.shape))
-        for part, tensor in enumerate(layer.state_tensors)
-    ]
-
-
-def layer_tensors(identity: identity_pb2.KvIdentity, index: int, rows: int) -> list[TensorSpec]:
-    """K and V of one layer for `rows` tokens, as `[kv_heads, rows, …]`."""
-    layer, policy = identity.layers[index], identity.policy
-    specs: list[TensorSpec] = []
-    for letter, dim, bits in (("k", layer.key_dim, policy.key_bits), ("v", layer.value_dim, policy.value_bits)):
-        if dim:
-            name = f"layer_{index}_{letter}"
-            is_exact = bits == 16 or index in policy.exact_layers
-            specs += (
-                _exact(name, layer.kv_heads, rows, dim, policy)
-                if is_exact
-                else _quantized(name, layer.kv_heads, rows, dim, bits, policy)
-            )
-    return specs
-
-
-def _exact(name: str, heads: int, rows: int, dim: int, policy: identity_pb2.KvPolicy) -> list[TensorSpec]:
-    return [TensorSpec(name, _SCALE_DTYPE[policy.scale_type], (heads, rows, dim))]
-
-
-def _quantized(
-    name: str, heads: int, rows: int, dim: int, bits: int, policy: identity_pb2.KvPolicy
-) -> list[TensorSpec]:
-    scale_shape = (heads, rows, dim // policy.group_size)
-    scale_dtype = _SCALE_DTYPE[policy.scale_type]
-    return [
-        TensorSpec(f"{name}_weights", "U32", (heads, rows, dim * bits // 32)),
-        TensorSpec(f"{name}_scales", scale_dtype, scale_shape),
-        TensorSpec(f"{name}_biases", scale_dtype, scale_shape),
-    ]
 
 
 def encode(identity: FileIdentity, tensors: Sequence[tuple[TensorSpec, bytes | bytearray | memoryview]]) -> bytes:
@@ -321,7 +183,7 @@ def _parts(text: bytes) -> tuple[FileIdentity, Layout]:
     return _file_identity(entries.pop("__metadata__", None)), _checked_layout(entries)
 
 
-@lru_cache(_LAYOUTS)
+@lru_cache(LAYOUTS)
 def _layout(entries: bytes, kv_identity_hash: str, window: int, rows: int) -> Layout:
     """The layout of these `tensor_entries`. `rows`: as many as the file says that it has; 0: it is a state. Where they
     are those of a checked file of the same group but for the rows, nothing else can be wrong.
@@ -335,7 +197,7 @@ def _layout(entries: bytes, kv_identity_hash: str, window: int, rows: int) -> La
     return layout
 
 
-@lru_cache(_LAYOUTS)
+@lru_cache(LAYOUTS)
 def _known_layouts(_kv_identity_hash: str, _window: int) -> list[RowLayouts]:
     """Of a group's last file that was checked, or none yet."""
     return []
@@ -433,8 +295,8 @@ def _contiguous_tensors(entries: Mapping[str, object]) -> Iterable[TensorSpec]:
 
 def tensor_spec(name: str, dtype: object, shape: object) -> TensorSpec:
     """A header entry's dtype and shape, checked. Raises HeaderError."""
-    if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
-        raise HeaderError(f"{name}: dtype: expected one of {sorted(_ITEM_BYTES)}, got {str(dtype)[:20]!r}")
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise HeaderError(f"{name}: dtype: expected one of {sorted(ITEM_BYTES)}, got {str(dtype)[:20]!r}")
     if not isinstance(shape, list) or not 1 <= len(shape) <= MAX_DIMS or not all(_is_count(n) and n > 0 for n in shape):
         raise HeaderError(f"{name}: shape: expected 1 to {MAX_DIMS} positive numbers")
     return TensorSpec(name, dtype, tuple(shape))
@@ -445,9 +307,5 @@ def _check_rows(header: Header) -> None:
     tokens = header.identity.tokens
     if header.identity.kind == "state" or header.layout.rows == {tokens}:
         return
-    wrong = next(tensor for tensor in header.tensors if _rows_of(tensor) != tokens)
+    wrong = next(tensor for tensor in header.tensors if rows_of(tensor) != tokens)
     raise HeaderError(f"{wrong.name}: shape: expected [kv_heads, {tokens}, …]")
-
-
-def _rows_of(tensor: TensorSpec) -> int | None:
-    return None if "_state_" in tensor.name or len(tensor.shape) != 3 else tensor.shape[1]

@@ -21,11 +21,12 @@ from google.protobuf import json_format
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
 from kvasir.errors import FailedPrecondition, InvalidArgument
 from kvasir.formats import block_file
-from kvasir.formats.block_file import FileIdentity, TensorSpec, expected_tensors
+from kvasir.formats.block_file import FileIdentity
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes, differing_field, kv_identity_hash
 from kvasir.formats.digest import Digest
 from kvasir.formats.layer_groups import first_touched_block, has_recurrent_layers, row_groups, windows_of
 from kvasir.formats.manifest_checks import check, check_kv_identity
+from kvasir.formats.tensor_layouts import TensorSpec, expected_tensors
 from kvasir.formats.token_files import file_identities
 
 # A long conversation's text and tokens stand in the header; the safetensors library stops at 100 MB.

@@ -16,9 +16,10 @@ import safetensors
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
 from kvasir.errors import InvalidArgument
 from kvasir.formats import block_file, manifest
-from kvasir.formats.block_file import FileBytes, expected_state_tensors, expected_tensors, plain_policy
+from kvasir.formats.block_file import FileBytes
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes, kv_identity_hash
 from kvasir.formats.digest import Digest
+from kvasir.formats.tensor_layouts import expected_state_tensors, expected_tensors, plain_policy
 from kvasir.formats.token_files import file_identities, state_identity
 
 # Where the number of their tokens stands in the states of caches whose rows lie in the order of the tokens.

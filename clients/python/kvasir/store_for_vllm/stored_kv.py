@@ -17,7 +17,7 @@ from kvasir.cachestore.v1 import identity_pb2
 from kvasir.clients import StoreClient
 from kvasir.clients.newest_agents import FORGOTTEN_AT_ONCE, newest_agents
 from kvasir.errors import Conflict, DataLoss, FailedPrecondition, InvalidArgument, NotFound
-from kvasir.formats import block_file, manifest
+from kvasir.formats import block_file, manifest, tensor_layouts
 from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain, chain_hashes, kv_identity_hash
 from kvasir.formats.digest import Digest
 from kvasir.formats.token_files import file_identities
@@ -53,7 +53,7 @@ class StoredKv:
         self._identity = _identity(model, token_bytes)
         self._hash = kv_identity_hash(self._identity)
         self._prefix = f"vllm/{self._hash[:16]}/"
-        self._specs = block_file.expected_tensors(self._identity, BLOCK_TOKENS)
+        self._specs = tensor_layouts.expected_tensors(self._identity, BLOCK_TOKENS)
         # Of a block with its header: the room for one is made before its bytes come.
         self._most_bytes = sum(token_bytes) * BLOCK_TOKENS + block_file.MAX_HEADER_BYTES
         self._namespace: str | None = None
@@ -166,4 +166,4 @@ def _identity(model: str, token_bytes: Sequence[int]) -> identity_pb2.KvIdentity
         for each in token_bytes
     ]
     weights = blake3(b"vllm kv\0" + model.encode()).hexdigest()
-    return identity_pb2.KvIdentity(weights_digest=weights, layers=layers, policy=block_file.plain_policy(16))
+    return identity_pb2.KvIdentity(weights_digest=weights, layers=layers, policy=tensor_layouts.plain_policy(16))

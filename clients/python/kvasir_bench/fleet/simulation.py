@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 from kvasir.cachestore.v1 import identity_pb2
-from kvasir.formats.block_file import expected_tensors
 from kvasir.formats.block_hash import BLOCK_TOKENS
+from kvasir.formats.tensor_layouts import expected_tensors
 from kvasir_gateway.fleet.placing import EngineState, Ring, agent_point, choose
 
 _SECONDS_OF_DAY = 86_400.0

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import InvalidArgument
-from kvasir.formats.block_file import layer_tensors
+from kvasir.formats.tensor_layouts import layer_tensors
 
 from inference_svc.kv.policy import name_of
 from inference_svc.model.model_runner import ModelRunner

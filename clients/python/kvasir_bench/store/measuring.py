@@ -26,9 +26,10 @@ from kvasir.credentials import write_private_text
 from kvasir.errors import Unavailable
 from kvasir.formats import manifest
 from kvasir.formats.blob_place import blob_place
-from kvasir.formats.block_file import FileIdentity, encode, expected_tensors, plain_policy
+from kvasir.formats.block_file import FileIdentity, encode
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes, kv_identity_hash
 from kvasir.formats.digest import Digest
+from kvasir.formats.tensor_layouts import expected_tensors, plain_policy
 from kvasir.syncing import Scratch
 from kvasir.waits import HANGS_S
 

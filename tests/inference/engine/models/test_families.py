@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from kvasir.errors import Cancelled, DataLoss
-from kvasir.formats.block_file import check_schema, expected_state_tensors, parse_header
+from kvasir.formats.block_file import check_schema, parse_header
 from kvasir.formats.layer_groups import first_touched_block
+from kvasir.formats.tensor_layouts import expected_state_tensors
 
 from inference_svc.engine.api import (
     AgentKey,

@@ -8,9 +8,10 @@ import pytest
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.clients import Reply
 from kvasir.formats import archive, manifest
-from kvasir.formats.block_file import TensorSpec, encode, parse_header
+from kvasir.formats.block_file import encode, parse_header
 from kvasir.formats.block_hash import chain_hashes, kv_identity_hash
 from kvasir.formats.digest import Digest
+from kvasir.formats.tensor_layouts import TensorSpec
 from kvasir.formats.token_files import file_identities
 from kvasir.inference.v1 import inference_pb2 as pb
 

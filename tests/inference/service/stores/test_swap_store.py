@@ -10,8 +10,9 @@ from typing import Any, cast
 
 import pytest
 from kvasir.clients import AioStoreClient
-from kvasir.formats.block_file import FileIdentity, encode, expected_tensors
+from kvasir.formats.block_file import FileIdentity, encode
 from kvasir.formats.block_hash import chain_hash, kv_identity_hash
+from kvasir.formats.tensor_layouts import expected_tensors
 from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import Cold, Hot, Preempted, Resumed, Wanted
