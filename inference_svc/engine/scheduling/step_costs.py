@@ -3,7 +3,8 @@
 Pure: callers pass in the time. A token of a prompt costs more the deeper it lies, because it attends to more; so passes
 are remembered by how often their position doubles. A pass costs something whatever its tokens are: on a GPU 128 of them
 take half as long as 1,024. If tokens alone counted, a few short passes would make the next ones short for ever. So they
-would if a depth knew short ones alone: lengths that it has not seen are taken from the nearest depth that has.
+would if a depth knew short ones alone: lengths that it has not seen are taken from the nearest depth that has, as many
+times as long as its own passes surely took there.
 """
 
 import math
@@ -107,11 +108,22 @@ class StepCosts:
     def _line(self, depth: int) -> _PassLine:
         if depth not in self._lines:
             passes: dict[int, list[tuple[int, float]]] = {}  # by the bits of their tokens, all of one depth
-            for known in sorted(self._passes, key=lambda known: abs(known - depth)):
+            nearest, *_ = depths = sorted(self._passes, key=lambda known: abs(known - depth))
+            for known in depths:
+                dearer = _dearer(self._passes[nearest], self._passes[known]) if known != nearest else 1.0
                 for bits, alike in groupby(sorted(self._passes[known]), lambda each: each[0].bit_length()):
-                    passes.setdefault(bits, list(alike))
+                    passes.setdefault(bits, [(tokens, dearer * took_s) for tokens, took_s in alike])
             self._lines[depth] = _PassLine.through([*chain.from_iterable(passes.values())])
         return self._lines[depth]
+
+
+def _dearer(passes: Collection[tuple[int, float]], others: Collection[tuple[int, float]]) -> float:
+    """How many times as long passes surely take as those of another depth: than the quickest that was as long."""
+    quickest_s = (
+        (took_s, min((other_s for many, other_s in others if many >= tokens), default=math.inf))
+        for tokens, took_s in passes
+    )
+    return max(1.0, median_low(took_s / max(other_s, 1e-9) for took_s, other_s in quickest_s))
 
 
 def _within(seconds: float, each_s: float) -> int:

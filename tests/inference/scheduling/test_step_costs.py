@@ -278,3 +278,23 @@ def test_rows_are_counted_on_to_more_at_the_cost_of_each_and_never_to_fewer_for_
     costs.stepped(1e-6, 4)
     costs.stepped(5.0, 4)
     assert costs.rows_within(0.008) == 4, "one strange step changes nothing"
+
+
+def test_a_deep_prompts_first_passes_are_too_long_once() -> None:
+    """Lengths that its depth has not seen are known from prompts that were not deep, where they cost a sixth: four
+    passes of 130 to 240 ms came one behind another.
+    """
+    costs, took = StepCosts(), list[float]()
+
+    def learn(position: int, tokens: int) -> None:
+        took.append(0.003 + tokens * (25e-6 + 2e-9 * position))
+        costs.learn(position, tokens, took[-1])
+
+    for tokens in (128, 512, 1_024, 2_048):
+        learn(0, tokens)
+    del took[:]
+    for _ in range(10):
+        learn(65_536, max(128, costs.tokens_within(0.043, 65_536) or 0))
+    assert sum(each > 0.1 for each in took) == 1
+    assert sum(took[:5]) < 0.46
+    assert 0.03 < min(took[-5:]) <= max(took[-5:]) < 0.05
