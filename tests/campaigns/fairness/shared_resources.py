@@ -495,7 +495,7 @@ SHARED = (
     Shared(
         "answers by which conversations that name no agent are found without the store",
         "gateway",
-        "clients/python/kvasir_gateway/conversations.py: _held",
+        "clients/python/kvasir_gateway/conversations.py: _known",
         ("kvasir_gateway.conversations:_MAX_TIPS", 100_000),
         "of the namespace that has the most, the oldest goes",
         "none waits",

@@ -306,17 +306,17 @@ async def test_small_blobs_that_were_sent_before_a_cut_are_kept(tmp_path: Path) 
 def test_a_blob_that_another_sender_lists_while_it_is_looked_up_is_not_written_again(tmp_path: Path) -> None:
     [(digest, data)] = SyntheticAgent(SMALL, 1).turn(256).new_blobs.items()
     with Lab(tmp_path / "data").open() as store:
-        look_up = store.blobs.find_missing
+        look_up = store.blobs._lacking
         found: list[list[Digest]] = []
 
-        def find_missing(namespace: str, digests: Sequence[Digest]) -> list[Digest]:
+        def lacking(namespace: str, digests: Sequence[Digest]) -> list[Digest]:
             missing = look_up(namespace, digests)
             if not found:
                 found.append(missing)
                 write(store, digest, data, BlobKind.TENSORS)
             return missing
 
-        store.blobs.find_missing = find_missing  # type: ignore[method-assign]
+        store.blobs._lacking = lacking  # type: ignore[method-assign]
         with store.blobs.open_writer(NS, digest, BlobKind.TENSORS) as writer:
             assert found == [[digest]]
             assert writer.is_stored
