@@ -33,5 +33,6 @@ def one_of(values: Iterable[First], turn: int) -> list[First]:
 
 def first_and_in_turn(cases: Sequence[Any], seconds: float, first: int = 1) -> list[Any]:
     """Cases of one test. The first run at every commit; the others are long, and take so many seconds together."""
+    assert not any(hasattr(each, "marks") for each in cases), "they have marks of their own"
     others = [each if isinstance(each, tuple) else (each,) for each in cases[first:]]
     return [*cases[:first], *(pytest.param(*each, marks=pytest.mark.long(seconds)) for each in others)]

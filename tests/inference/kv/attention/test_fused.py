@@ -113,7 +113,7 @@ MATRIX = [
 ]
 
 
-@pytest.mark.parametrize(("name", "dtype", "dialect"), first_and_in_turn(MATRIX, seconds=1, first=2))
+@pytest.mark.parametrize(("name", "dtype", "dialect"), MATRIX)
 def test_a_kernel_is_attention_whatever_lies_elsewhere(name: str, dtype: mx.Dtype, dialect: Dialect) -> None:
     """Unwritten rows hold NaN and Inf, unused table entries no page, outputs and shared memory noise."""
     form, options = SCENES[name]
