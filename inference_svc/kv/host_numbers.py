@@ -49,7 +49,7 @@ class HostNumbers:
     """`is_reused`: else each array is a new one, as on devices that write theirs without waiting. On the MLX thread."""
 
     def __init__(self, *, is_reused: bool) -> None:
-        self._is_reused = is_reused
+        self.is_reused = is_reused
         self._slots: defaultdict[tuple[tuple[int, ...], mx.Dtype], list[_Slot]] = defaultdict(list)
         self.uses = 0
         """Uses so far: `completed` gets this number once a result is read that was enqueued behind all of them."""
@@ -58,7 +58,7 @@ class HostNumbers:
     def of(self, numbers: list[int], *shape: int, dtype: mx.Dtype = mx.int32) -> mx.array:
         """An array of them, for passes that are enqueued before its use is completed; `again` prolongs that."""
         shape = shape or (len(numbers),)
-        if not self._is_reused or dtype.size * prod(shape) <= _HOST_BYTES:
+        if not self._has_slots(shape, dtype):
             return mx.array(numbers, dtype=dtype).reshape(shape)
         self.uses += 1
         slots = self._slots[shape, dtype]
@@ -72,8 +72,10 @@ class HostNumbers:
 
     def prepare(self, *shape: int, dtype: mx.Dtype = mx.int32) -> None:
         """Have arrays of this shape for a step and the one behind it: to make one, the device is waited for."""
+        if not self._has_slots(shape, dtype):
+            return
         slots = self._slots[shape, dtype]
-        while self._is_reused and len(slots) < _AT_ONCE:
+        while len(slots) < _AT_ONCE:
             slots.append(_Slot.of([0] * prod(shape), shape, dtype, 0))
 
     def again(self, array: mx.array) -> mx.array:
@@ -83,6 +85,9 @@ class HostNumbers:
             if slot.array is array:
                 slot.used = self.uses
         return array
+
+    def _has_slots(self, shape: tuple[int, ...], dtype: mx.Dtype) -> bool:
+        return self.is_reused and dtype.size * prod(shape) > _HOST_BYTES
 
     def completed(self, uses: int) -> None:
         """The device is through with the first so many uses."""

@@ -10,6 +10,7 @@ from inference_svc.kv.batch.decode_step import (
     DecodeStep,
     Forward,
     KeptGraph,
+    KeptPlaces,
     KeptTable,
     PassArrays,
     PassRows,
@@ -30,7 +31,6 @@ _WINDOW_ROWS = 256  # of a pass over windows of masks at most: a cell's, so that
 _SCORE_SHARE = 16  # a row has at least so many values of K and V for each of its scores
 _LEAST_DRAFTED_ROWS = 4  # of a pass with drafts, or this doubled: few numbers, because each has a graph of its own
 _MOST_DOUBLED_ROWS = 64  # of a step on CUDA, where its products read the weights once; beyond, multiples of a half
-_HOST_BYTES = 8  # MLX 0.32 has smaller arrays of CUDA in the host's memory, where each kernel waits for them
 
 
 class DecodeBatch:
@@ -66,6 +66,7 @@ class DecodeBatch:
         self._kept_graph = KeptGraph(self._traced)
         self.numbers = pool.numbers
         self._kept_tables = [KeptTable(pool.numbers) for _ in pool.groups]
+        self._kept_places = KeptPlaces(pool.numbers)
         self._windows = WindowPass(pool, forward, by_kernel=has_window_kernel)
 
     def __len__(self) -> int:
@@ -199,7 +200,8 @@ class DecodeBatch:
         if step.rows > count:
             tokens = mx.pad(tokens, (0, step.rows - count))
         kept = zip(self._kept_tables, step.groups, strict=True)
-        given = (tokens, self.numbers.of(padded_lengths(step)), *(table.of(group) for table, group in kept))
+        places = self._kept_places.of(padded_lengths(step))
+        given = (tokens, places, *(table.of(group) for table, group in kept))
         if not self.keeps_graph:
             return self._traced(pages, order, *given)
         parts = [given]
@@ -210,7 +212,7 @@ class DecodeBatch:
             if logits and count > len(self.sequences):  # a draft may read rows of the pass before, which CUDA must know
                 mx.eval(logits)
             logits.append(self._kept_graph(pages, order, *part))
-        whole = mx.concatenate(logits) if len(logits) > 1 else logits[0]
+        whole = self._kept_places.gone_on(mx.concatenate(logits) if len(logits) > 1 else logits[0])
         return whole[:count] if step.rows > count else whole
 
     def keep_graph(self, depth: int, rows: int = 1) -> None:
@@ -223,7 +225,7 @@ class DecodeBatch:
         prepare_rows(pool, rows, depth + 1)
         with nobodys_page(pool) as page:
             table = mx.full((rows, table_width(depth + 1)), page, dtype=mx.int32)
-            places = mx.array([0] + [-1] * (rows - 1), dtype=mx.int32)
+            places = KeptPlaces(pool.numbers).of([0] + [-1] * (rows - 1))
             tables = [table] * len(pool.groups)
             logits = self._kept_graph(pool.arrays, pool.order, mx.zeros((rows,), dtype=mx.uint32), places, *tables)
             pool.enqueue_behind(logits)
@@ -238,8 +240,7 @@ class DecodeBatch:
         *block_tables: mx.array,
     ) -> mx.array:
         """A step as a function of arrays. MLX calls it once for each number of rows and width of tables."""
-        if self._pool.dialect is Dialect.CUDA and offsets.nbytes <= _HOST_BYTES:
-            offsets = mx.broadcast_to(offsets, (_HOST_BYTES, *offsets.shape)).reshape(-1)[: offsets.shape[0]]
+        offsets = offsets[: tokens.shape[0]]
         for layer in self._fused.values():
             layer.begin(PassArrays(offsets, offsets, block_tables, pages, order))
         return self._logits(tokens)
@@ -248,6 +249,7 @@ class DecodeBatch:
         """Drop all scratch after a failed step. Rows of the returned sequences beyond their length are garbage."""
         sequences, self.sequences = self.sequences, []
         self._pool.forget_failed_pass()
+        self._kept_places.forget()
         self._states = {index: BatchStateKV() for index in self._states}
         for layer in self._decoded.values():
             layer.forget_decoded()

@@ -18,6 +18,7 @@ from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import SequenceKV
 
 Forward = Callable[[mx.array, list[Any]], mx.array]  # tokens [rows, n] and the layers' KV to logits
+_LEAST_PLACES = 4  # MLX 0.32 has two and less in the host's memory, where each of CUDA's kernels waits for them
 _LEAST_WIDTH = 8  # blocks of the narrowest table; wider ones double, so that few widths occur
 
 
@@ -236,7 +237,11 @@ def _writable_pages(
 def prepare_rows(pool: KvPool, rows: int, tokens: int, of_each: int = 1) -> None:
     """Have arrays of the host's for passes of so many rows, `of_each` tokens each, of sequences of at most `tokens`."""
     width, is_step = table_width(tokens), of_each == 1
-    for shape in ((rows,), (rows, width), *(() if is_step else ((rows, of_each),))):
+    for shape in (
+        (max(rows, _LEAST_PLACES) if is_step else rows,),
+        (rows, width),
+        *(() if is_step else ((rows, of_each),)),
+    ):
         pool.numbers.prepare(*shape)
     pool.numbers.prepare(*((rows,) if is_step else (rows, of_each)), dtype=mx.uint32)
 
@@ -276,6 +281,37 @@ class KeptTable:
             self._made = self._numbers.of(group.block_table, *group.shape)
             self._shape, self._pages = group.shape, [each.copy() for each in pages]
         return self._numbers.again(self._made)
+
+
+class KeptPlaces:
+    """The places of a step's rows. While the same rows go on, the device makes them of those of the step before: CUDA
+    moves numbers of the host's by a fault of a page, for which a step of 5 ms stands still for 0.1 to 0.35 (an H200).
+    """
+
+    def __init__(self, numbers: HostNumbers) -> None:
+        self._numbers = numbers
+        self._now: list[int] = []
+        self._made: mx.array | None = None  # of `_now`
+
+    def of(self, places: list[int]) -> mx.array:
+        """By row, -1 of an empty one; of few rows some empty ones more."""
+        places = places + [-1] * (_LEAST_PLACES - len(places))
+        if self._made is None or places != self._now:
+            self._now, self._made = places, self._numbers.of(places)
+        return self._numbers.again(self._made)
+
+    def gone_on(self, logits: mx.array) -> mx.array:
+        """The logits of a step with the last places, with which those of the next step are computed."""
+        if self._made is None or not self._numbers.is_reused:
+            return logits
+        self._now = [place + (place >= 0) for place in self._now]
+        self._made = self._made + (self._made >= 0)
+        after: mx.array = mx.depends([logits], [self._made])[0]
+        return after
+
+    def forget(self) -> None:
+        """Let go of the array."""
+        self._now, self._made = [], None
 
 
 class KeptGraph:

@@ -114,6 +114,24 @@ def test_a_kept_graph_is_told_the_tokens_lengths_and_pages_of_each_step(rows: in
     assert [given[2].shape[0] for given in traced] == [1 << (each - 1).bit_length() for each in (rows - joins, rows)]
 
 
+@pytest.mark.parametrize(("pass_rows", "rows"), [(0, 1), (0, 3), (4, 6)])
+def test_rows_that_go_on_give_the_device_no_places_of_the_hosts(pass_rows: int, rows: int) -> None:
+    """Each such array stops a step of CUDA's for a fault of a page."""
+    here, made = pool(40), []
+    batch = DecodeBatch(here, logits_of, 0, pass_rows=pass_rows)
+    of = here.numbers.of
+    here.numbers.of = lambda given, *shape, **more: made.append(shape) or of(given, *shape, **more)  # type: ignore
+    for _ in range(rows):
+        batch.join(SequenceKV(here))
+    for step in range(6):
+        if step == 3:
+            batch.join(SequenceKV(here))
+        tokens = [*range(len(batch))]
+        made.clear()
+        assert batch.step(mx.array(tokens, dtype=mx.uint32)).tolist() == told(batch, tokens)
+        assert made.count(()) == (step in (0, 3))
+
+
 @pytest.mark.parametrize(("pass_rows", "rows"), [(0, 1), (4, 1), (0, 4)])
 def test_a_graph_kept_ahead_is_the_one_that_a_deep_turn_needs(pass_rows: int, rows: int) -> None:
     """Beside short turns, and for a row more than there are."""
