@@ -122,7 +122,9 @@ class Decoder:
             sequence.sampler if drawn and sequence.finish_reason is None and sequence.sampler else self._no_draw
             for sequence, drawn in zip(order, is_drawn, strict=True)
         ]
-        draws = Draws(samplers, logits, tried, is_read_beside=is_behind_cell)
+        # On CUDA another step is enqueued before these are read, too.
+        is_read_beside = is_behind_cell or self.batch.numbers.is_reused
+        draws = Draws(samplers, logits, tried, is_read_beside=is_read_beside)
         slots = {sequence: slot for slot, sequence in enumerate(order)}
         uses = self.batch.numbers.uses
         self._launched.append(_Launched(tuple(order), slots, is_drawn, draws, is_behind_cell, tried, uses))

@@ -136,3 +136,13 @@ def test_numbers_stay_until_the_passes_that_they_were_given_to_are_read(pass_row
     reused = _Crowd(is_reused=True, pass_rows=pass_rows)
     assert reused.replies() == _Crowd(is_reused=False, pass_rows=pass_rows).replies()
     assert sum(map(len, reused.pool.numbers._slots.values())) < reused.pool.numbers.uses / 3
+
+
+@pytest.mark.parametrize("is_cuda", [True, False])
+def test_the_host_reads_draws_of_a_step_in_small_arrays_where_larger_ones_move_a_page(is_cuda: bool) -> None:
+    """A page of CUDA's memory of both sides, which the next step's block tables share."""
+    crowd = _Crowd(is_reused=is_cuda)
+    crowd.begin(5)
+    crowd.step()
+    (launched,) = crowd.decoder._launched
+    assert bool(launched.draws._read_apart) == is_cuda
