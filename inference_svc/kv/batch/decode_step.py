@@ -284,8 +284,9 @@ class KeptTable:
 
 
 class KeptPlaces:
-    """The places of a step's rows. While the same rows go on, the device makes them of those of the step before: CUDA
-    moves numbers of the host's by a fault of a page, for which a step of 5 ms stands still for 0.1 to 0.35 (an H200).
+    """The places of a step's rows. While the same rows go on, the device makes them of those of the step before: to move
+    numbers of the host's there took 0.2 of 2.9 ms of a step of one row, and 0.06 of 4.9 (Llama 3.1 8B's shape in 4 and
+    16 bits, an H200).
     """
 
     def __init__(self, numbers: HostNumbers) -> None:

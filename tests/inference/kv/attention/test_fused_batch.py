@@ -116,7 +116,7 @@ def test_a_kept_graph_is_told_the_tokens_lengths_and_pages_of_each_step(rows: in
 
 @pytest.mark.parametrize(("pass_rows", "rows"), [(0, 1), (0, 3), (4, 6)])
 def test_rows_that_go_on_give_the_device_no_places_of_the_hosts(pass_rows: int, rows: int) -> None:
-    """Each such array stops a step of CUDA's for a fault of a page."""
+    """Such an array costs each step of CUDA's a fault of a page."""
     here, made = pool(40), []
     batch = DecodeBatch(here, logits_of, 0, pass_rows=pass_rows)
     of = here.numbers.of
