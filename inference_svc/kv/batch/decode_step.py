@@ -284,9 +284,9 @@ class KeptTable:
 
 
 class KeptPlaces:
-    """The places of a step's rows. While the same rows go on, the device makes them of those of the step before: to move
-    numbers of the host's there took 0.2 of 2.9 ms of a step of one row, and 0.06 of 4.9 (Llama 3.1 8B's shape in 4 and
-    16 bits, an H200).
+    """The places of a step's rows. While the same rows go on, the device makes them of those of the step before: to
+    move numbers of the host's there took 0.2 of 2.9 ms of a step of one row, and 0.06 of 4.9 (Llama 3.1 8B's shape in
+    4 and 16 bits, an H200).
     """
 
     def __init__(self, numbers: HostNumbers) -> None:
