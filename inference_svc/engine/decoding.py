@@ -22,6 +22,8 @@ from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.host_numbers import HostNumbers
 from inference_svc.kv.sequence_kv import SequenceKV
 
+_MOST_READ_APART = 64  # rows of a step: two of them cost a kernel and a read, all one page; measured up to here
+
 
 class Decoded(NamedTuple):
     """One row of a step that was read; `drawn` is None if the token behind it was known already. `computed`: tokens of
@@ -123,7 +125,7 @@ class Decoder:
             for sequence, drawn in zip(order, is_drawn, strict=True)
         ]
         # On CUDA another step is enqueued before these are read, too.
-        is_read_beside = is_behind_cell or self.batch.numbers.is_reused
+        is_read_beside = is_behind_cell or (self.batch.numbers.is_reused and len(is_drawn) <= _MOST_READ_APART)
         draws = Draws(samplers, logits, tried, is_read_beside=is_read_beside)
         slots = {sequence: slot for slot, sequence in enumerate(order)}
         uses = self.batch.numbers.uses

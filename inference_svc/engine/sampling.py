@@ -19,6 +19,7 @@ from inference_svc.text.replies.replayed_reply import ReplayedReply
 # Below it the second likeliest token has no chance, and a division by it may leave float32's range.
 _LEAST_TEMPERATURE = 1e-4
 _NOT_SOUND = 1 << 31  # beside a token, whose number is less
+_PAIR = 2  # tokens of eight bytes
 _WORD_BITS = 32
 
 
@@ -274,7 +275,8 @@ class Draws:
             tokens = _drawn_together([*group], logits if is_all else logits[mx.array(rows)])
             self.tokens = tokens if is_all else _with(self.tokens, rows, tokens)
         arrays = [array for row in planned for array in (row.token, *row.logprobs)]
-        self._read_apart = _in_pairs(self.tokens, self._is_sound) if is_read_beside else []
+        is_apart = is_read_beside and logits.shape[0] > _PAIR  # fewer are small as they are
+        self._read_apart = _in_pairs(self.tokens, self._is_sound) if is_apart else []
         mx.async_eval(self.tokens, self._is_sound, *self._read_apart, *arrays)  # type: ignore[no-untyped-call]
 
     def read(self) -> list[Drawn | KvasirError]:
@@ -332,7 +334,7 @@ def _in_pairs(tokens: mx.array, is_sound: mx.array) -> list[mx.array]:
     memory moves whole, so that a kernel of the step at hand which reads a block table there waits for 0.1 to 0.25.
     """
     marked = mx.where(is_sound, tokens, tokens | mx.array(_NOT_SOUND, mx.uint32))
-    return [marked[place : place + 2] + mx.array(0, mx.uint32) for place in range(0, marked.shape[0], 2)]
+    return [marked[place : place + _PAIR] + mx.array(0, mx.uint32) for place in range(0, marked.shape[0], _PAIR)]
 
 
 def _drawn(sampler: Sampler, token: int, is_sound: bool, row: _PlannedDraw | KvasirError | None) -> Drawn | KvasirError:

@@ -63,9 +63,9 @@ def logits_of(tokens: mx.array, layers: list[Any]) -> mx.array:
 
 
 class _Crowd:
-    def __init__(self, *, is_reused: bool, pass_rows: int = 0) -> None:
+    def __init__(self, *, is_reused: bool, pass_rows: int = 0, pages: int = 80) -> None:
         identity = identity_of([full(), windowed(100)])
-        budget = 80 * KvPool(identity, 1).page_bytes
+        budget = pages * KvPool(identity, 1).page_bytes
         self.pool = KvPool(identity, budget, is_allocated=True, dialect=Dialect.CUDA)
         self.pool.numbers = HostNumbers(is_reused=is_reused)
         batch = DecodeBatch(self.pool, logits_of, 0, pass_rows=pass_rows)
@@ -138,11 +138,17 @@ def test_numbers_stay_until_the_passes_that_they_were_given_to_are_read(pass_row
     assert sum(map(len, reused.pool.numbers._slots.values())) < reused.pool.numbers.uses / 3
 
 
-@pytest.mark.parametrize("is_cuda", [True, False])
-def test_the_host_reads_draws_of_a_step_in_small_arrays_where_larger_ones_move_a_page(is_cuda: bool) -> None:
-    """A page of CUDA's memory of both sides, which the next step's block tables share."""
-    crowd = _Crowd(is_reused=is_cuda)
-    crowd.begin(5)
+@pytest.mark.parametrize(
+    ("is_cuda", "rows", "arrays"), [(False, 5, 0), (True, 2, 0), (True, 5, 3), (True, 64, 32), (True, 65, 0)]
+)
+def test_the_host_reads_draws_of_a_step_in_small_arrays_where_larger_ones_move_a_page(
+    is_cuda: bool, rows: int, arrays: int
+) -> None:
+    """A page of CUDA's memory of both sides, which the next step's block tables share. Two rows are small as they are;
+    of a large crowd, the processor would read for longer than the page takes.
+    """
+    crowd = _Crowd(is_reused=is_cuda, pages=4 * 65)
+    crowd.begin(rows)
     crowd.step()
     (launched,) = crowd.decoder._launched
-    assert bool(launched.draws._read_apart) == is_cuda
+    assert len(launched.draws._read_apart) == arrays

@@ -8,7 +8,8 @@ import pytest
 
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.batch.decode_batch import DecodeBatch
-from inference_svc.kv.batch.decode_step import KeptGraph
+from inference_svc.kv.batch.decode_step import KeptGraph, KeptPlaces
+from inference_svc.kv.host_numbers import HostNumbers
 from inference_svc.kv.page import PAGE_TOKENS
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import SequenceKV
@@ -130,6 +131,25 @@ def test_rows_that_go_on_give_the_device_no_places_of_the_hosts(pass_rows: int, 
         made.clear()
         assert batch.step(mx.array(tokens, dtype=mx.uint32)).tolist() == told(batch, tokens)
         assert made.count(()) == (step in (0, 3))
+
+
+def test_places_of_the_next_step_are_there_with_the_logits_and_leave_empty_rows_empty() -> None:
+    """The host writes its array again once logits are read; a row at a place that is none would go to a page."""
+    numbers = HostNumbers(is_reused=True)
+    kept = KeptPlaces(numbers)
+    mx.eval(kept.gone_on(kept.of([5, 0, 7]).astype(mx.float32)))
+    numbers.completed(numbers.uses)
+    numbers.of([99] * 4)
+    assert kept.of([6, 1, 8]).tolist() == [6, 1, 8, -1]
+    assert len(numbers._slots[(4,), mx.int32]) == 1
+
+
+def test_a_discarded_batch_makes_no_places_of_a_step_that_failed() -> None:
+    batch = batch_of(here := pool(20))
+    batch.join(SequenceKV(here))
+    batch.step([1])
+    batch.discard()
+    assert batch._kept_places._made is None
 
 
 @pytest.mark.parametrize(("pass_rows", "rows"), [(0, 1), (4, 1), (0, 4)])
