@@ -331,7 +331,7 @@ def _in_pairs(tokens: mx.array, is_sound: mx.array) -> list[mx.array]:
     """Tokens of two rows each, with a bit for a row whose logits are no numbers. MLX's CUDA back end moves an array of
     more than eight bytes to memory of both sides when the processor first reads it, and to free where it lay waits for
     all that the device has to compute (`allocator.cpp`, `copy_to_managed`): beside a cell for 50 ms. A page of that
-    memory moves whole, so that a kernel of the step at hand which reads a block table there waits for 0.1 to 0.25.
+    memory moves whole, so that a kernel of the step at hand which reads a block table there waits for 0.1 to 0.25 ms.
     """
     marked = mx.where(is_sound, tokens, tokens | mx.array(_NOT_SOUND, mx.uint32))
     return [marked[place : place + _PAIR] + mx.array(0, mx.uint32) for place in range(0, marked.shape[0], _PAIR)]
