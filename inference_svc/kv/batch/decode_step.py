@@ -293,12 +293,13 @@ class KeptPlaces:
         self._numbers = numbers
         self._now: list[int] = []
         self._made: mx.array | None = None  # of `_now`
+        self._moves: mx.array | None = None  # 1 by row, 0 of an empty one
 
     def of(self, places: list[int]) -> mx.array:
         """By row, -1 of an empty one; of few rows some empty ones more."""
         places = places + [-1] * (_LEAST_PLACES - len(places))
         if self._made is None or places != self._now:
-            self._now, self._made = places, self._numbers.of(places)
+            self._now, self._made, self._moves = places, self._numbers.of(places), None
         return self._numbers.again(self._made)
 
     def gone_on(self, logits: mx.array) -> mx.array:
@@ -306,13 +307,15 @@ class KeptPlaces:
         if self._made is None or not self._numbers.is_reused:
             return logits
         self._now = [place + (place >= 0) for place in self._now]
-        self._made = self._made + (self._made >= 0)
+        if self._moves is None:  # kept, because claims of up to eight rows lie in the host's memory
+            self._moves = (self._made >= 0).astype(mx.int32)
+        self._made = self._made + self._moves
         after: mx.array = mx.depends([logits], [self._made])[0]
         return after
 
     def forget(self) -> None:
-        """Let go of the array."""
-        self._now, self._made = [], None
+        """Let go of the arrays."""
+        self._now, self._made, self._moves = [], None, None
 
 
 class KeptGraph:

@@ -1,6 +1,8 @@
 """A batch over pages where they lie: whose pages it holds, and when MLX may keep a step's graph."""
 
+import re
 from collections.abc import Sequence
+from io import StringIO
 from typing import Any
 
 import mlx.core as mx
@@ -142,6 +144,23 @@ def test_places_of_the_next_step_are_there_with_the_logits_and_leave_empty_rows_
     numbers.of([99] * 4)
     assert kept.of([6, 1, 8]).tolist() == [6, 1, 8, -1]
     assert len(numbers._slots[(4,), mx.int32]) == 1
+
+
+def test_rows_that_go_on_cost_one_kernel_a_step() -> None:
+    """Which rows are empty is computed once: claims of up to eight rows lie in memory of the host's."""
+    numbers = HostNumbers(is_reused=True)
+    kept = KeptPlaces(numbers)
+    mx.eval(kept.gone_on(kept.of([5, 0]).astype(mx.float32)))
+    for places in ([6, 1], [7, 2]):
+        logits = mx.zeros((2, 8))
+        mx.eval(logits, kept.of(places))
+        after = kept.gone_on(logits)
+        mx.export_to_dot(graph := StringIO(), after)
+        assert sorted(re.findall(r'label ="(\w+)"', graph.getvalue())) == ["Add", "Depends"]
+        mx.eval(after)
+    assert kept.of([8, 9]).tolist() == [8, 9, -1, -1]
+    mx.eval(kept.gone_on(mx.zeros((2, 8))))
+    assert kept.of([9, 10]).tolist() == [9, 10, -1, -1]
 
 
 def test_a_discarded_batch_makes_no_places_of_a_step_that_failed() -> None:
