@@ -67,8 +67,10 @@ class PairingService(pairing_pb2_grpc.PairingServiceServicer):
         await abort(context, error)
 
     async def _attempt(self, said: "_Said", context: Any) -> None:
+        # Read before the code is checked: a joiner whose call ends while it sends is not given its status by grpc.aio.
+        share = _share(await said("share"))
         run = self._side.begin()
-        run.take_share(_share(await said("share")))
+        run.take_share(share)
         await context.write(pb.PairResponse(share=pb.PairingShare(protocol=PROTOCOL, spake2=run.share)))
         joiner = run.take_card(await said("sealed_card"))
         await context.write(pb.PairResponse(sealed_card=run.card(self._side.card)))
@@ -102,7 +104,7 @@ async def join(address: str, run: Joining, card: Card) -> Card:
         try:
             return await _join(call, run, card)
         except grpc.RpcError as error:
-            raise _refusal(address, error) from None
+            raise _refusal(address, error) from error
         except asyncio.InvalidStateError:  # the stream ended while we wrote: its status has the reason
             raise _refusal(address, await _ended(call)) from None
         finally:

@@ -72,6 +72,20 @@ async def test_two_that_know_the_code_get_each_others_card() -> None:
     assert (host.pinned, host.refused) == ([card_of(JOINER, "joiner")], [told.value.reason])
 
 
+async def test_a_code_that_is_over_is_refused_after_the_joiners_first_message() -> None:
+    host = Host()
+    host.invitation.is_used = True
+    async with host.listening() as address, grpc.aio.insecure_channel(address) as channel:
+        call = pairing_pb2_grpc.PairingServiceStub(channel).Pair()  # type: ignore[no-untyped-call]
+        await call.wait_for_connection()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(call.code()), 0.1)
+        await call.write(pb.PairRequest(share=pb.PairingShare(protocol=1, spake2=joining().share)))
+        with pytest.raises(grpc.RpcError) as told:
+            await call.read()
+    assert host.refused == [from_rpc_error(told.value).reason] == ["PAIRING_OVER"]
+
+
 def test_where_nobody_waits_the_address_is_said_and_not_grpcs_own_words() -> None:
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
