@@ -48,9 +48,10 @@ class KnownManifests:
             return found.facts if found else None
 
         facts = read_manifest(data, facts_of)
-        known = before[0].hashes[: facts.known_blocks] if before else ()
-        hashes = shareable_hashes(facts, namespace, known) if bind_shared else []
-        found = KnownManifest(facts, shared_blocks(facts, hashes), hashes)
+        known, shared = (before[0].hashes, before[0].shared) if before else ((), ())
+        hashes = shareable_hashes(facts, namespace, known[: facts.known_blocks]) if bind_shared else []
+        as_before = min(facts.known_named, len(known), len(hashes))
+        found = KnownManifest(facts, shared_blocks(facts, hashes, shared, as_before), hashes)
         if facts.packed_ids and len(facts.token_ids) >= self._least_tokens:
             self._keep(namespace, manifest.hash, found)
         return found

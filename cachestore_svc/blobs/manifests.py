@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import takewhile
+from itertools import islice
 from typing import Any
 
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
@@ -62,7 +62,7 @@ def read_manifest(
     before = tokens.before if apart and tokens.before and tokens.before.kv_identity_hash == hash_ else None
     chain = chain_hashes(hash_, token_ids, before.chain if before else ())
     is_asleep = message.HasField("asleep")
-    known = _known_rows(message, before) if before and not is_asleep else []
+    known = _known_rows(message, before) if before and not is_asleep else ()
     kv_identity = identity_pb2.KvIdentity()
     kv_identity.CopyFrom(message.kv_identity)  # a part of a message keeps all of it
     return ManifestFacts(
@@ -124,11 +124,14 @@ def shareable_hashes(facts: ManifestFacts, namespace: str, known: Sequence[str] 
     return block_hash_chain(namespace, facts.kv_identity_hash, tokens, known[: facts.shareable_blocks])
 
 
-def shared_blocks(facts: ManifestFacts, hashes: Sequence[str]) -> list[SharedBlock]:
+def shared_blocks(
+    facts: ManifestFacts, hashes: Sequence[str], before: Sequence[SharedBlock] = (), known: int = 0
+) -> list[SharedBlock]:
     """The manifest's shareable blocks, which have these hashes, by index, and each index by group: those of one were
-    computed together."""
-    found = []
-    for place, need in enumerate(facts.named):
+    computed together. Of the first `known` named blobs they are those of the manifest before it.
+    """
+    found = [block for block in before if block.place < known]
+    for place, need in enumerate(islice(facts.named, known, None), known):
         index, window = need.file.start // BLOCK_TOKENS, need.file.window
         if need.file.kind == "block" and index < len(hashes):
             hash_ = window_block_hash(hashes[index], window) if window else hashes[index]
@@ -150,14 +153,16 @@ def _named_blobs(
         yield NamedBlob(Digest.from_proto(point.digest), state_identity(hash_, tokens, point.tokens, chain), schema)
 
 
-def _known_rows(message: Any, before: ManifestFacts) -> list[NamedBlob]:
+def _known_rows(message: Any, before: ManifestFacts) -> Sequence[NamedBlob]:
     """The leading blobs that a manifest of the same KV identity names, too, whose tokens this one begins with."""
 
-    def is_same(pair: tuple[NamedBlob, manifest_pb2.Digest]) -> bool:
-        return pair[0].digest.hash == pair[1].hash and pair[0].digest.size_bytes == pair[1].size_bytes
-
     named = before.named[: len(before.chain)] if keeps_all_tokens(message.kv_identity) else ()
-    return [each for each, _ in takewhile(is_same, zip(named, message.blocks, strict=False))]
+    same = 0
+    for each, digest in zip(named, message.blocks, strict=False):
+        if each.digest.hash != digest.hash or each.digest.size_bytes != digest.size_bytes:
+            break
+        same += 1
+    return named[:same]
 
 
 def _state_schema(identity: identity_pb2.KvIdentity) -> str | None:

@@ -22,8 +22,8 @@ NS = "home"
 T = TypeVar("T")
 
 
-def read(known: KnownManifests, data: bytes, namespace: str = NS) -> KnownManifest:
-    return known.read(namespace, Digest.of(data), data, bind_shared=True)
+def read(known: KnownManifests, data: bytes, namespace: str = NS, *, bind_shared: bool = True) -> KnownManifest:
+    return known.read(namespace, Digest.of(data), data, bind_shared=bind_shared)
 
 
 def written_otherwise(data: bytes) -> bytes:
@@ -41,12 +41,15 @@ def facts_of(found: ManifestFacts) -> list[object]:
 
 
 TURN = st.tuples(
-    st.sampled_from(["goes on", "is cut", "is forked", "is another's"]), st.integers(1, 700), st.booleans()
+    st.sampled_from(["goes on", "is cut", "is forked", "is another's", "shares nothing"]),
+    st.integers(1, 700),
+    st.booleans(),
 )
 
 
 @settings(max_examples=sampled(40, of=200), deadline=None)
 @example(SMALL, [("goes on", 600, True), ("is another model's", 100, True)])
+@example(WINDOWED, [("shares nothing", 900, True), ("goes on", 300, True), ("goes on", 300, True)])
 @given(st.sampled_from([SMALL, MIXED, WINDOWED]), st.lists(TURN, min_size=1, max_size=5))
 def test_it_has_the_facts_that_it_has_alone(identity: object, turns: Sequence[tuple[str, int, bool]]) -> None:
     known, agent = KnownManifests(least_tokens=0), SyntheticAgent(identity, 1)  # type: ignore[arg-type]
@@ -63,10 +66,11 @@ def test_it_has_the_facts_that_it_has_alone(identity: object, turns: Sequence[tu
                 other, number + 2, token_ids=list(agent.token_ids), parent_manifest=agent.parent_manifest
             )
         data = agent.turn(tokens, is_prompt=is_prompt).manifest_bytes
-        found, alone = read(known, data), read_manifest(written_otherwise(data))
+        is_shared = how != "shares nothing"
+        found, alone = read(known, data, bind_shared=is_shared), read_manifest(written_otherwise(data))
         assert not alone.packed_ids
         assert facts_of(found.facts) == facts_of(alone)
-        assert found.shared == shared_blocks(alone, shareable_hashes(alone, NS))
+        assert found.shared == shared_blocks(alone, shareable_hashes(alone, NS) if is_shared else ())
 
 
 def test_blocks_of_the_one_before_are_not_hashed_again() -> None:

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
 from kvasir.errors import InvalidArgument
 from kvasir.formats import manifest
-from kvasir.formats.digest import Digest
+from kvasir.formats.digest import Digest, are_hashes, is_hash
 from kvasir.formats.layer_groups import keeps_all_tokens
-from kvasir.formats.manifest_checks import MAX_ASLEEP_BYTES, MAX_MILLISECONDS_TO_WAKE, check
+from kvasir.formats.manifest_checks import MAX_ASLEEP_BYTES, MAX_MILLISECONDS_TO_WAKE, _sum_of, check
 
 from tests.made_models.synthetic import MIXED, SMALL, WINDOWED, SyntheticAgent
 
@@ -83,6 +83,21 @@ def test_characters_of_tokens_are_what_they_were_however_they_are_listed(chars: 
     )
     found = manifest.parse(manifest.completed(begun, tail=Digest.of(b"tail")))
     assert (list(found.token_ids), list(found.token_chars)) == (chars, chars)
+
+
+@example(b"\xff" * 700)
+@given(st.binary(max_size=700))
+def test_counts_have_one_sum_however_they_are_listed(counts: bytes) -> None:
+    assert _sum_of(counts) == _sum_of(list(counts)) == sum(counts)
+
+
+@given(
+    st.lists(
+        st.sampled_from(["ab" * 32, "12" * 32, "AB" * 32, "ab " * 21 + "a", "", "a" * 63, "b" * 65, "\u0661" * 64])
+    )
+)
+def test_texts_are_hashes_if_each_is_one(texts: list[str]) -> None:
+    assert are_hashes(texts) == all(map(is_hash, texts))
 
 
 def test_blobs_are_listed_in_order_and_once() -> None:

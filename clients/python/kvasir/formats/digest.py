@@ -1,6 +1,7 @@
 """Digests: names of bytes, BLAKE3-256 and a size. The hash becomes a file's name: 64 lower-case hex digits."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -10,6 +11,7 @@ from kvasir.cachestore.v1 import manifest_pb2
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
+_HASH_DIGITS = 64
 _HASH = re.compile(r"[0-9a-f]{64}")
 # From this size on, several threads hash faster than one.
 _MANY_THREADS_BYTES = 1 << 20
@@ -18,6 +20,15 @@ _MANY_THREADS_BYTES = 1 << 20
 def is_hash(text: str) -> bool:
     """True for exactly 64 lower-case hex digits."""
     return _HASH.fullmatch(text) is not None
+
+
+def are_hashes(texts: Sequence[str]) -> bool:
+    """Whether all are hashes: much faster than one after the other."""
+    digits = "".join(texts)
+    try:
+        return {_HASH_DIGITS}.issuperset(map(len, texts)) and bytes.fromhex(digits).hex() == digits
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,21 +155,23 @@ def begun(
     """A manifest that names no file yet, with these `fields` of the message. `packed_ids`: of the token ids, where they
     are known. Raises InvalidArgument."""
     message = manifest_pb2.Manifest(format=MANIFEST_FORMAT, created_unix_ms=created_unix_ms, **fields)
-    whole = TokensApart(message, token_ids, token_chars)
+    small = _small(token_chars)
+    whole = TokensApart(message, token_ids, token_chars if small is None else small)
     check_content(whole)
-    ids, chars = packed(token_ids) if packed_ids is None else packed_ids, _packed_small(token_chars)
+    ids = packed(token_ids) if packed_ids is None else packed_ids
+    chars = packed(token_chars) if small is None else small
     rest, begin = message.SerializeToString(deterministic=True), len(_FORMAT)
     # Behind the format: a reader that takes the numbers as bytes finds them first.
     return BegunManifest(whole, b"".join((rest[:begin], _field(_IDS, ids), _field(_CHARS, chars), rest[begin:])))
 
 
-def _packed_small(numbers: Sequence[int]) -> bytes:
-    """As `packed`, faster where all are below 128."""
+def _small(numbers: Sequence[int]) -> bytes | None:
+    """The numbers, where all are below 128: then these are their packed bytes, too."""
     try:
         data = bytes(tuple(numbers))
     except ValueError:
-        return packed(numbers)
-    return data if data.isascii() else packed(numbers)
+        return None
+    return data if data.isascii() else None
 
 
 def _field(number: int, data: bytes) -> bytes:
@@ -200,11 +202,13 @@ def completed(
 def _files(
     blocks: Iterable[Digest], tail: Digest | None, states: Iterable[tuple[int, Digest]]
 ) -> manifest_pb2.Manifest:
-    return manifest_pb2.Manifest(
-        blocks=[digest.to_proto() for digest in blocks],
+    files = manifest_pb2.Manifest(
         tail=None if tail is None else tail.to_proto(),
         states=[manifest_pb2.StatePoint(tokens=tokens, digest=digest.to_proto()) for tokens, digest in states],
     )
+    for digest in blocks:  # a third of the time of messages that are copied
+        files.blocks.add(hash=digest.hash, size_bytes=digest.size_bytes)
+    return files
 
 
 def parse(data: bytes | bytearray | memoryview) -> manifest_pb2.Manifest:
