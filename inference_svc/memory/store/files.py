@@ -5,13 +5,11 @@ mapped: one that is cut under a map ends the process.
 
 import asyncio
 import os
-import stat
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import cache, partial
 from pathlib import Path
-from threading import Event
 
 from kvasir.clients.blob_memory import BlobMemory
 from kvasir.clients.handed_files import HandedFiles
@@ -20,6 +18,7 @@ from kvasir.formats.digest import Digest
 from kvasir.server.shared_room import SharedRoom
 from kvasir.waits import SOON_S
 
+from inference_svc.memory.store.file_reading import FileReading, OrderedThreads
 from inference_svc.model.device_memory import machine_bytes
 
 # BLAKE3 is a thread's work at 4 GB/s. More threads than these are faster than memory is.
@@ -91,25 +90,12 @@ class StoreFiles:
                 each.cancel()
 
     def _begun(self, digest: Digest) -> "asyncio.Future[memoryview | None]":
-        return asyncio.get_running_loop().run_in_executor(self._threads, self.read, digest)
+        return asyncio.wrap_future(self.begin(digest))
 
-    def read(self, digest: Digest) -> memoryview | None:
-        """The blob's bytes, verified; None where only the store can read it."""
-        try:
-            path = blob_place(self._data_dir, self._namespace, digest.hash)
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-            with os.fdopen(descriptor, "rb", buffering=0) as file:
-                status = os.fstat(descriptor)
-                if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-                    return None
-                if status.st_size != digest.size_bytes:
-                    return None
-                data = self._memory.take(digest.size_bytes)
-                if file.readinto(data) != digest.size_bytes:
-                    return None
-        except OSError:
-            return None
-        return data.toreadonly() if Digest.of(data) == digest else None
+    def begin(self, digest: Digest) -> "Future[memoryview | None]":
+        """Read the blob's file; None where only the store can read it."""
+        path = blob_place(self._data_dir, self._namespace, digest.hash)
+        return FileReading(path, digest, self._memory, self._threads).data
 
 
 @cache
@@ -118,10 +104,5 @@ def _memory() -> BlobMemory:
 
 
 @cache
-def _threads() -> ThreadPoolExecutor:
-    """All of them begin now: the event loop would wait for each, while those before it read a restore's first files."""
-    threads, all_began = ThreadPoolExecutor(_THREADS, "store-files"), Event()
-    for _ in range(_THREADS):
-        threads.submit(all_began.wait)
-    all_began.set()
-    return threads
+def _threads() -> OrderedThreads:
+    return OrderedThreads(_THREADS)

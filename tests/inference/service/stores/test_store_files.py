@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvasir.clients import AioStoreClient
+from kvasir.clients import AioStoreClient, blob_memory
 from kvasir.formats import manifest as manifests
 from kvasir.formats.blob_place import blob_place
 from kvasir.formats.digest import Digest
@@ -91,18 +91,21 @@ def test_a_flipped_bit_is_found_and_the_store_quarantines_the_blob(store: Runnin
         assert client.find_missing([TURN.digests[1]]) == [TURN.digests[1]]
 
 
-def test_memory_of_a_file_is_used_again_once_nothing_refers_to_its_bytes(store: RunningStore) -> None:
+def test_memory_of_a_file_is_used_again_once_nothing_refers_to_its_bytes(
+    store: RunningStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blob_memory, "_LEAST_BYTES", 1)
     files, (first, second) = StoreFiles(store.data_dir, "default"), TURN.digests[:2]
-    data = files.read(first)
+    data = files.begin(first).result()
     assert data is not None
     rows = np.frombuffer(data, np.uint16)[8:]
     address, expected = rows.ctypes.data, rows.tobytes()
     del data
-    others = [files.read(second) for _ in range(20)]
+    others = [files.begin(second).result() for _ in range(20)]
     assert rows.tobytes() == expected, "it was read into while an array of it is in use"
     assert all(other is not None and bytes(other) == TURN.new_blobs[second] for other in others)
     del rows
-    again = files.read(first)
+    again = files.begin(first).result()
     assert np.frombuffer(again or b"", np.uint16)[8:].ctypes.data == address
 
 
@@ -115,7 +118,7 @@ def test_a_large_machine_keeps_the_memory_of_a_whole_restore_and_a_small_one_no_
 def test_all_readers_have_begun_before_a_turn_wants_files(tmp_path: Path) -> None:
     """A thread that begins while others read keeps the event loop waiting, at each of a restore's first files."""
     reads._threads.cache_clear()
-    assert len(StoreFiles(tmp_path, "default")._threads._threads) == reads._THREADS
+    assert len(StoreFiles(tmp_path, "default")._threads._threads._threads) == reads._THREADS
 
 
 async def until_read(files: StoreFiles) -> None:

@@ -1,0 +1,129 @@
+"""Reads blobs' files into memory. A file that the page cache lacks is read by all threads, in pieces, and the file that
+was begun first before others: a disk gives one thread less than it has, for which the last files would wait, and files
+that come one after the other go to the device while others are read.
+"""
+
+import os
+import stat
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from io import FileIO
+from itertools import count
+from pathlib import Path
+from queue import PriorityQueue
+from threading import Event, Lock
+
+from kvasir.clients.blob_memory import BlobMemory
+from kvasir.formats.digest import Digest
+
+PIECE_BYTES = 1 << 20
+_OPENING = -1  # the place of a file's opening, before its pieces
+_NO_WAIT = getattr(os, "RWF_NOWAIT", 0)  # Linux has it
+
+
+class OrderedThreads:
+    """Threads that work at the file that was begun first. All of them begin now: the event loop would wait for each,
+    while those before it read a restore's first files.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads, all_began = ThreadPoolExecutor(threads, "store-files"), Event()
+        for _ in range(threads):
+            self._threads.submit(all_began.wait)
+        all_began.set()
+        self._left = PriorityQueue[tuple[int, int, Callable[[], None]]]()
+        self._numbers = count()
+
+    def next_number(self) -> int:
+        """Of a file that is begun now."""
+        return next(self._numbers)
+
+    def submit(self, number: int, offset: int, work: Callable[[], None]) -> None:
+        """`number` and `offset`: a place in the order that no other work has. `work` does not raise."""
+        self._left.put((number, offset, work))
+        self._threads.submit(self._do_first)
+
+    def _do_first(self) -> None:
+        *_, work = self._left.get_nowait()
+        work()
+
+
+class FileReading:
+    """A blob's file on its way into memory. `data`: its bytes, verified; None where only the store can read it."""
+
+    def __init__(self, path: Path, digest: Digest, memory: BlobMemory, threads: OrderedThreads) -> None:
+        self.data: Future[memoryview | None] = Future()
+        self._path, self._digest, self._memory, self._threads = path, digest, memory, threads
+        self._number = threads.next_number()
+        self._gate = Lock()
+        self._pieces_left = 1
+        self._file: FileIO | None = None
+        self._bytes = memoryview(b"")
+        self._error: Exception | None = None
+        threads.submit(self._number, _OPENING, self._begin)
+
+    def _begin(self) -> None:
+        size_bytes, is_whole = self._digest.size_bytes, True
+        try:
+            self._file = _opened(self._path, size_bytes)
+            self._bytes = self._memory.take(size_bytes)
+            is_whole = size_bytes <= PIECE_BYTES or is_cached(self._file.fileno(), size_bytes)
+        except Exception as error:  # noqa: BLE001 - whoever waits for `data` gets it
+            self._error = error
+        if is_whole:
+            self._read(0, size_bytes)
+            return
+        offsets = range(0, size_bytes, PIECE_BYTES)
+        self._pieces_left = len(offsets)
+        for offset in offsets:
+            self._threads.submit(self._number, offset, partial(self._read, offset, PIECE_BYTES))
+
+    def _read(self, offset: int, size_bytes: int) -> None:
+        try:
+            if self._file is not None and self._error is None and not self.data.cancelled():
+                # Of a file that is cut meanwhile less is read: its digest will differ.
+                os.preadv(self._file.fileno(), [self._bytes[offset : offset + size_bytes]], offset)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._error = error
+        with self._gate:
+            self._pieces_left -= 1
+            is_last = not self._pieces_left
+        if is_last:
+            self._end()
+
+    def _end(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        if not self.data.set_running_or_notify_cancel():
+            return
+        data, self._bytes = self._bytes, memoryview(b"")
+        if isinstance(self._error, OSError):
+            self.data.set_result(None)
+        elif self._error is not None:
+            self.data.set_exception(self._error)
+        else:
+            self.data.set_result(data.toreadonly() if Digest.of(data) == self._digest else None)
+
+
+def _opened(path: Path, size_bytes: int) -> FileIO:
+    """Raises OSError for anything but a regular file of this user with so many bytes."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    file = FileIO(descriptor)
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and (status.st_uid, status.st_size) == (os.geteuid(), size_bytes):
+        return file
+    file.close()
+    raise OSError(f"{path}: expected a file of {size_bytes} bytes")
+
+
+def is_cached(descriptor: int, size_bytes: int) -> bool:
+    """Whether reading will most likely not wait for a disk: by the first and last byte. True where nobody knows."""
+    if not _NO_WAIT:
+        return True
+    try:
+        return all(os.preadv(descriptor, [bytearray(1)], offset, _NO_WAIT) for offset in (0, size_bytes - 1))
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system that does not know
+        return True
