@@ -3,15 +3,14 @@
 Pure: callers pass in the time. A token of a prompt costs more the deeper it lies, because it attends to more; so passes
 are remembered by how often their position doubles. A pass costs something whatever its tokens are: on a GPU 128 of them
 take half as long as 1,024. If tokens alone counted, a few short passes would make the next ones short for ever. So they
-would if a depth knew short ones alone: lengths that it has not seen are taken from the nearest depth that has, as many
-times as long as its own passes surely took there.
+would if a depth knew short ones alone: lengths that it has not seen are taken from the nearest depth that has, where
+each token costs less by so much as those of its own passes cost more.
 """
 
 import math
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import chain, groupby
 from statistics import median, median_low
 
 _PLAIN_STEPS = 9  # that are remembered: a few slow ones among them change nothing
@@ -39,11 +38,14 @@ class _PassLine:
         has_told = each_s > 0 and fixed_s > 0
         return cls(fixed_s, each_s, longest) if has_told else cls(0.0, average_s, longest)
 
+    def took_s(self, tokens: int) -> float:
+        return self.fixed_s + self.each_s * tokens
+
     def tokens_within(self, seconds: float) -> int:
         """Beyond the longest pass a token costs the mean of the line's seconds and of those of that pass's tokens, the
         fixed ones included: passes of nearly one length make a line too flat as often as too steep.
         """
-        longest_s = self.fixed_s + self.each_s * self.longest
+        longest_s = self.took_s(self.longest)
         if seconds > longest_s:
             return self.longest + _within(seconds - longest_s, (self.each_s + longest_s / self.longest) / 2)
         return _within(seconds - self.fixed_s, self.each_s)
@@ -107,23 +109,21 @@ class StepCosts:
 
     def _line(self, depth: int) -> _PassLine:
         if depth not in self._lines:
-            passes: dict[int, list[tuple[int, float]]] = {}  # by the bits of their tokens, all of one depth
             nearest, *_ = depths = sorted(self._passes, key=lambda known: abs(known - depth))
+            passes, lengths = list[tuple[int, float]](), set[int]()  # the bits of their tokens
             for known in depths:
-                dearer = _dearer(self._passes[nearest], self._passes[known]) if known != nearest else 1.0
-                for bits, alike in groupby(sorted(self._passes[known]), lambda each: each[0].bit_length()):
-                    passes.setdefault(bits, [(tokens, dearer * took_s) for tokens, took_s in alike])
-            self._lines[depth] = _PassLine.through([*chain.from_iterable(passes.values())])
+                new = [each for each in self._passes[known] if each[0].bit_length() not in lengths]
+                more_s = _more_s(self._passes[nearest], self._passes[known]) if new and known != nearest else 0.0
+                passes += [(tokens, took_s + more_s * tokens) for tokens, took_s in new]
+                lengths |= {tokens.bit_length() for tokens, _ in new}
+            self._lines[depth] = _PassLine.through(passes)
         return self._lines[depth]
 
 
-def _dearer(passes: Collection[tuple[int, float]], others: Collection[tuple[int, float]]) -> float:
-    """How many times as long passes surely take as those of another depth: than the quickest that was as long."""
-    quickest_s = (
-        (took_s, min((other_s for many, other_s in others if many >= tokens), default=math.inf))
-        for tokens, took_s in passes
-    )
-    return max(1.0, median_low(took_s / max(other_s, 1e-9) for took_s, other_s in quickest_s))
+def _more_s(passes: Collection[tuple[int, float]], others: Collection[tuple[int, float]]) -> float:
+    """Seconds that a token of these passes takes more than one of another depth's."""
+    line = _PassLine.through(others)
+    return max(0.0, median_low((took_s - line.took_s(tokens)) / tokens for tokens, took_s in passes))
 
 
 def _within(seconds: float, each_s: float) -> int:

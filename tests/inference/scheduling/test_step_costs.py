@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from random import Random
+from statistics import median
 
 import pytest
 from hypothesis import example, given, settings
@@ -298,3 +300,34 @@ def test_a_deep_prompts_first_passes_are_too_long_once() -> None:
     assert sum(each > 0.1 for each in took) == 1
     assert sum(took[:5]) < 0.46
     assert 0.03 < min(took[-5:]) <= max(took[-5:]) < 0.05
+
+
+@given(
+    st.tuples(st.floats(0, 0.02), st.floats(5e-6, 40e-6), st.floats(1e-10, 2e-9)),
+    st.sampled_from([[(0, 128), (0, 512), (0, 1_024), (0, 2_048)], [(at, 2_048) for at in range(0, LONG, 2_048)]]),
+    st.sampled_from([LONG, 65_536, 100_000, 131_072]),
+    st.builds(Random, st.integers(0, 1 << 32)),
+)
+@settings(max_examples=sampled(60, of=2_000), deadline=None)
+def test_deep_passes_soon_take_the_time_they_have_whatever_other_depths_know(
+    seconds: tuple[float, float, float], known: list[tuple[int, int]], position: int, noise: Random
+) -> None:
+    """By passes of other depths, as many times as long, sizes swung between 128 and 512 tokens at 128 K, and every
+    third pass took 60 ms and more.
+    """
+    costs, (fixed_s, each_s, deeper_s) = StepCosts(), seconds
+
+    def took_s(at: int, tokens: int) -> float:
+        return (fixed_s + tokens * (each_s + deeper_s * at)) * noise.uniform(0.96, 1.04)
+
+    for at, tokens in known:
+        costs.learn(at, tokens, took_s(at, tokens))
+    passes = []
+    for _ in range(24):
+        tokens = max(128, min(CELL, costs.tokens_within(0.043, position) or 0) // 128 * 128)
+        passes.append((tokens, took_s(position, tokens)))
+        costs.learn(position, *passes[-1])
+        position += tokens
+    assert sum(took > 0.06 and tokens > 128 for tokens, took in passes[8:]) <= 2
+    right = min(CELL, (0.043 - fixed_s) / (each_s + deeper_s * position))
+    assert median(tokens for tokens, _ in passes[8:]) >= right / 4
