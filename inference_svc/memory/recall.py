@@ -113,7 +113,7 @@ class Recall:
     async def newest(self, key: AgentKey, budget: Budget) -> Recollection:
         """The agent's newest memory. The hot memory is used if it is the store's newest version or extends it, or, when
         the store cannot be reached, if a lease of this engine proves so. Otherwise it is not used: a rollback may have
-        been acknowledged.
+        been acknowledged. Nor is it without the key of its namespace.
         """
         hot = self._hot(key)
         if (line := self.line(key)) is None:
@@ -146,7 +146,8 @@ class Recall:
                 return await self._newest_of(heads, store, key, budget)
         except StoreMiss as error:
             hot = self._hot(key)
-            if hot is not None and line.proves(hot.publication.standing):
+            # A key that is not here may have been destroyed, so that nobody reads the memory again.
+            if hot is not None and not error.miss.is_sealed and line.proves(hot.publication.standing):
                 return Recollection(hot, Source.HOT, hot.publication.standing.head, settings=hot.settings)
             return Recollection(None, Source.COLD, None, error.miss, unproven=_followed(hot))
         return Recollection(None, Source.COLD, NO_HEAD, _NOTHING)

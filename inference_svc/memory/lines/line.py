@@ -71,6 +71,12 @@ class Line:
         if memory is not None and not self._users and memory.publication.standing.is_outdated_by(newest):
             self._parts.engine.memories.drop(self.key)
 
+    def shut(self) -> None:
+        """The store lacks the namespace's key. Drops the hot memory, if the store has it."""
+        memory = self._parts.hot(self.key)
+        if memory is not None and not self._users and memory.publication.standing.is_safe:
+            self._parts.engine.memories.drop(self.key)
+
     def _let_go_if_idle(self) -> None:
         """Give the line to another engine, unless it is used here. The hot memory goes; the store has it."""
         if self.is_used or self.lease.held is None:

@@ -84,7 +84,7 @@ class Lines:
 
     async def beat(self) -> None:
         """Prolong the leases of agents that are used or hot, and give back the others."""
-        hot = {key.agent_id for key in self._parts.engine.memories.sizes() if key.namespace == self.namespace}
+        hot = self._hot_agents()
         kept: dict[str, Lease] = {}
         for agent_id, line in list(self._lines.items()):
             if not line.is_used and agent_id not in hot:
@@ -148,6 +148,8 @@ class Lines:
                 pause_s = min(2 * pause_s, LEASE_TTL_S)  # the next answer is the same, most likely
                 if error.reason == "NAMESPACE_SEALED":  # perhaps its key was destroyed, so that nobody reads it again
                     self._parts.engine.memories.drop_begun(self.namespace)
+                    for agent_id in self._hot_agents():
+                        self.line(agent_id).shut()
             except Exception:  # noqa: BLE001 - it has no reader but the log
                 _LOG.exception("lease.watch_failed", namespace=self.namespace)
             await asyncio.sleep(pause_s)
@@ -179,6 +181,9 @@ class Lines:
     def _known_of(self, agent_id: str) -> KnownVersions | None:
         line = self._lines.get(agent_id)
         return line.known if line is not None else self._known.get(agent_id)
+
+    def _hot_agents(self) -> set[str]:
+        return {key.agent_id for key in self._parts.engine.memories.sizes() if key.namespace == self.namespace}
 
     def _is_hot(self, agent_id: str) -> bool:
         return self._parts.engine.memories.tag_of(AgentKey(self.namespace, agent_id)) is not None

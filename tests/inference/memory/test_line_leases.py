@@ -469,6 +469,22 @@ def test_a_namespace_that_is_shut_or_lost_its_events_keeps_no_begun_prefix(monke
     run(scenario)
 
 
+def test_a_namespace_that_is_shut_keeps_the_memories_hot_that_nothing_else_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "LEASE_TTL_S", 0.0)
+
+    async def scenario(lab: Lab) -> None:
+        for agent in ("stored", "used", "owed"):
+            lab.remember(agent, is_safe=agent != "owed")
+        lab.store.watched = [errors.PermissionDenied("no"), SEALED]
+        with lab.line("used").in_use():
+            lab.lines.start()
+            await settle()
+            assert [*lab.engine.hot] == ["used", "owed"]
+            await lab.lines.close()
+
+    run(scenario)
+
+
 @pytest.mark.parametrize(
     ("standing", "is_used", "expected"),
     [

@@ -180,12 +180,12 @@ def test_without_the_key_of_its_namespace_an_agent_is_refused_for_good(guarded: 
         with house.client(tokens["north-client"]) as client:
             first = client.reply(agent_id="kept", messages=message, sampling=GREEDY)
             assert first.finished.snapshot.state == pb.SNAPSHOT_STATE_COMMITTED
-            house.kill()
+            house.store.kill()
             house.store.options = [option for option in options if "seal" not in option]
-            house.start()
+            house.store.start()
             with pytest.raises(errors.FailedPrecondition, match=r"'north' is sealed.*no master key was given") as told:
                 client.reply(agent_id="kept", append_messages=message, sampling=GREEDY)
-            assert told.value.reason == "NAMESPACE_SEALED"
+            assert told.value.reason == "NAMESPACE_SEALED", "though its memory was hot, and the lease lasts"
     finally:
         house.store.options = options
         house.restart()

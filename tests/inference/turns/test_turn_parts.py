@@ -227,6 +227,34 @@ def test_what_extends_an_unstored_memory_counts_under_that_ones_lease(is_head: b
     assert tagged == [made]
 
 
+@pytest.mark.parametrize(("is_sealed", "kv_from"), [(False, Source.HOT), (True, Source.COLD)])
+def test_a_lease_proves_no_memory_whose_key_is_gone(is_sealed: bool, kv_from: Source) -> None:
+    """It counts for seconds, in which an agent could still have been read whose key was destroyed."""
+
+    async def heads(*_asked: object) -> None:
+        raise StoreMiss(Miss(MissReason.STORE_REFUSED, "no key", is_sealed=is_sealed))
+
+    hot = memory()
+    engine: Any = SimpleNamespace(
+        model=SimpleNamespace(kv_identity_hash="kv"),
+        memories=SimpleNamespace(get=lambda _key: SimpleNamespace(tag=hot)),
+    )
+    store: Any = SimpleNamespace(
+        agents=SimpleNamespace(heads=heads),
+        connection=SimpleNamespace(is_reachable=True),
+        events=SimpleNamespace(cursor=None),
+    )
+
+    async def newest() -> Recollection:
+        lines = Lines("default", store, line_parts(engine=engine))
+        setattr(lines.line("a"), "proves", lambda _standing: True)  # noqa: B010
+        recall = Recall(engine, {"default": lines})
+        return await recall.newest(AgentKey("default", "a"), Budget(1.0, 1.0, lambda: 0.0))
+
+    found = asyncio.run(newest())
+    assert (found.memory, found.kv_from) == (None if is_sealed else hot, kv_from)
+
+
 # --- what is appended to ---
 
 
