@@ -122,7 +122,11 @@ class DecodeBatch:
         if counts is not None and not self._takes_drafts:
             raise ValueError("a layer of this model cannot go back")
         step = DecodeStep.of(self._pool, self.sequences, counts, self._padded_rows(counts))
-        tokens = token_ids if isinstance(token_ids, mx.array) else self.numbers.of(list(token_ids), dtype=mx.uint32)
+        if isinstance(token_ids, mx.array):
+            tokens = token_ids
+        else:  # with empty rows: few lengths, whose arrays are used again
+            empty = [0] * (step.rows - len(step.lengths))
+            tokens = self.numbers.of([*token_ids, *empty], dtype=mx.uint32)
         logits = self._over_pages(tokens, step) if self._fused else self._over_copies(tokens, step)
         self._pool.enqueue_behind(logits)
         for kv in self.sequences:
@@ -196,8 +200,8 @@ class DecodeBatch:
 
     def _over_pages(self, tokens: mx.array, step: DecodeStep) -> mx.array:
         pages, order = self._pool.arrays, self._pool.order
-        count, rows = tokens.shape[0], self._pass_rows
-        if step.rows > count:
+        count, rows = len(step.lengths), self._pass_rows
+        if step.rows > tokens.shape[0]:
             tokens = mx.pad(tokens, (0, step.rows - count))
         kept = zip(self._kept_tables, step.groups, strict=True)
         places = self._kept_places.of(padded_lengths(step))

@@ -135,6 +135,17 @@ def test_rows_that_go_on_give_the_device_no_places_of_the_hosts(pass_rows: int, 
         assert made.count(()) == (step in (0, 3))
 
 
+def test_known_tokens_need_an_array_of_a_graphs_rows_whatever_their_number() -> None:
+    """To make one, CUDA's device is waited for."""
+    batch = batch_of(here := pool(40))
+    for count in range(1, 9):
+        batch.join(SequenceKV(here))
+        if count > 4:
+            tokens = [*range(10, 10 + count)]
+            assert batch.step(tokens)[:, 0].tolist() == tokens
+    assert {shape for shape, dtype in here.numbers._slots if dtype == mx.uint32} == {(8,)}
+
+
 def test_places_of_the_next_step_are_there_with_the_logits_and_leave_empty_rows_empty() -> None:
     """The host writes its array again once logits are read; a row at a place that is none would go to a page."""
     numbers = HostNumbers(is_reused=True)
