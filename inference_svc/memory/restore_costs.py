@@ -1,6 +1,6 @@
 """Whether KV is restored from a store or computed: whichever earlier turns took less time for, those before a restart
 too (`costs_file.py`). Until both are known, for a small memory, and where a source was long not read (it may be faster
-now), KV is restored. Pure.
+now), KV is restored. Files that the page cache has, and those that come from a disk, are two sources. Pure.
 """
 
 import sys
@@ -89,16 +89,16 @@ class RestoreCosts:
             self._computing.learn(stop - start, _depth(start, stop), seconds)
             self.learned += 1  # last: a file that has so many measurements has this one
 
-    def restored(self, source: str, size_bytes: int, seconds: float) -> None:
+    def restored(self, source: str, size_bytes: int, seconds: float, *, from_disk: bool = False) -> None:
         if size_bytes >= LEAST_BYTES:
-            cost = self._known(source) or LearnedCost()
+            cost = self._known(source, from_disk=from_disk) or LearnedCost()
             cost.learn(size_bytes, 1.0, seconds)
-            self._restoring[namespace_place(source)] = cost, self._clock()
+            self._restoring[_place(source, from_disk=from_disk)] = cost, self._clock()
             self.learned += 1
 
-    def reason_to_compute(self, source: str, tokens: int, size_bytes: int) -> Miss | None:
+    def reason_to_compute(self, source: str, tokens: int, size_bytes: int, *, from_disk: bool = False) -> Miss | None:
         """Why a prompt's first tokens should be computed, though the source has them; None: restore them."""
-        cost = self._known(source)
+        cost = self._known(source, from_disk=from_disk)
         if cost is None or size_bytes < LEAST_BYTES:
             return None
         restore_s, compute_s = cost.estimate(size_bytes, 1.0), self._computing.estimate(tokens, _depth(0, tokens))
@@ -107,9 +107,13 @@ class RestoreCosts:
         expected = f"restoring {tokens} tokens was expected to take {1e3 * restore_s:.0f} ms"
         return Miss(MissReason.COMPUTED, f"{expected}, computing them {1e3 * compute_s:.0f} ms")
 
-    def _known(self, source: str) -> LearnedCost | None:
-        cost, learned_s = self._restoring.get(namespace_place(source), (None, 0.0))
+    def _known(self, source: str, *, from_disk: bool) -> LearnedCost | None:
+        cost, learned_s = self._restoring.get(_place(source, from_disk=from_disk), (None, 0.0))
         return cost if self._clock() - learned_s < FORGOTTEN_S else None
+
+
+def _place(source: str, *, from_disk: bool) -> str:
+    return namespace_place(source) + (" from disk" if from_disk else "")
 
 
 def _is_sum(value: object) -> bool:

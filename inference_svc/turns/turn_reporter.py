@@ -292,10 +292,12 @@ class TurnReporter:
         }
         in_ms = {f"{name}_ms": round(1e3 * seconds, 1) for name, seconds in since.items()}
         found = {"tokens": event.cached_tokens, "bytes": reading.came_bytes, "ms": round(1e3 * took_s)}
-        _LOG.info("memory.restored", **found, **in_ms)
+        from_disk = reading.is_from_disk
+        _LOG.info("memory.restored", **found, from_disk=from_disk, **in_ms)
         if event.queue_s < event.restore_s:
             whole_s = took_s * reading.size_bytes / reading.came_bytes
-            self._parts.planner.costs.restored(self._turn.request.namespace, reading.size_bytes, whole_s)
+            source = self._turn.request.namespace
+            self._parts.planner.costs.restored(source, reading.size_bytes, whole_s, from_disk=from_disk)
 
     def _taken_up(self) -> None:
         """A turn that another engine began and reported: its KV is here now."""

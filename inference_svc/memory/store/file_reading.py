@@ -54,6 +54,7 @@ class FileReading:
 
     def __init__(self, path: Path, digest: Digest, memory: BlobMemory, threads: OrderedThreads) -> None:
         self.data: Future[memoryview | None] = Future()
+        self.was_cached: bool | None = None  # by the page cache, as it was begun; None: it was not yet
         self._path, self._digest, self._memory, self._threads = path, digest, memory, threads
         self._number = threads.next_number()
         self._gate = Lock()
@@ -64,17 +65,17 @@ class FileReading:
         threads.submit(self._number, _OPENING, self._begin)
 
     def _begin(self) -> None:
-        size_bytes, is_whole = self._digest.size_bytes, True
+        size_bytes = self._digest.size_bytes
         try:
             self._file = _opened(self._path, size_bytes)
             self._bytes = self._memory.take(size_bytes)
-            is_whole = size_bytes <= PIECE_BYTES or is_cached(self._file.fileno(), size_bytes)
+            self.was_cached = is_cached(self._file.fileno(), size_bytes)
         except Exception as error:  # noqa: BLE001 - whoever waits for `data` gets it
             self._error = error
-        if is_whole:
+        if self.was_cached is not False:
             self._read(0, size_bytes)
             return
-        offsets = range(0, size_bytes, PIECE_BYTES)
+        offsets = range(0, max(1, size_bytes), PIECE_BYTES)
         self._pieces_left = len(offsets)
         for offset in offsets:
             self._threads.submit(self._number, offset, partial(self._read, offset, PIECE_BYTES))
@@ -104,6 +105,15 @@ class FileReading:
             self.data.set_exception(self._error)
         else:
             self.data.set_result(data.toreadonly() if Digest.of(data) == self._digest else None)
+
+
+def is_file_cached(path: Path, size_bytes: int) -> bool:
+    """As `is_cached`; True also where only the store can read it."""
+    try:
+        with _opened(path, size_bytes) as file:
+            return is_cached(file.fileno(), size_bytes)
+    except OSError:
+        return True
 
 
 def _opened(path: Path, size_bytes: int) -> FileIO:

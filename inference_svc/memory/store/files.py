@@ -7,9 +7,9 @@ import asyncio
 import os
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import Future
 from functools import cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 from kvasir.clients.blob_memory import BlobMemory
 from kvasir.clients.handed_files import HandedFiles
@@ -18,7 +18,7 @@ from kvasir.formats.digest import Digest
 from kvasir.server.shared_room import SharedRoom
 from kvasir.waits import SOON_S
 
-from inference_svc.memory.store.file_reading import FileReading, OrderedThreads
+from inference_svc.memory.store.file_reading import FileReading, OrderedThreads, is_file_cached
 from inference_svc.model.device_memory import machine_bytes
 
 # BLAKE3 is a thread's work at 4 GB/s. More threads than these are faster than memory is.
@@ -37,6 +37,12 @@ def kept_bytes(machine_bytes: int) -> int:
     return min(max(_KEPT_BYTES, machine_bytes // _KEPT_PART), _MOST_KEPT_BYTES)
 
 
+class _Expected(NamedTuple):
+    reading: FileReading
+    data: asyncio.Future[memoryview | None]
+    give_back: Callable[[], None]  # the room that it has
+
+
 class StoreFiles:
     def __init__(self, data_dir: Path, namespace: str) -> None:
         self._data_dir = data_dir
@@ -44,8 +50,7 @@ class StoreFiles:
         self.handed = HandedFiles(data_dir, namespace)
         self._memory = _memory()
         self._threads = _threads()
-        # Reading, and the call that gives its room back.
-        self._expected: dict[Digest, tuple[asyncio.Future[memoryview | None], Callable[[], None]]] = {}
+        self._expected: dict[Digest, _Expected] = {}
 
     def expect(self, digests: Sequence[Digest], room: SharedRoom) -> None:
         """Begin to read the first of these blobs, which a turn will probably want in a moment, if there is much `room`.
@@ -56,16 +61,16 @@ class StoreFiles:
             left_bytes -= digest.size_bytes
             if left_bytes < 0 or not room.take_if_fits(self._namespace, digest.size_bytes):
                 break
-            reading = self._begun(digest)
-            self._expected[digest] = reading, partial(room.give_back, self._namespace, digest.size_bytes)
+            reading, give_back = self.begin(digest), partial(room.give_back, self._namespace, digest.size_bytes)
+            self._expected[digest] = _Expected(reading, asyncio.wrap_future(reading.data), give_back)
         if self._expected:
             asyncio.get_running_loop().call_later(SOON_S, self._forget, list(self._expected))
 
     def _taken(self, digest: Digest) -> "asyncio.Future[memoryview | None] | None":
-        reading, give_back = self._expected.pop(digest, (None, None))
-        if give_back is not None:
-            give_back()
-        return reading
+        if (expected := self._expected.pop(digest, None)) is None:
+            return None
+        expected.give_back()
+        return expected.data
 
     def _forget(self, digests: Sequence[Digest]) -> None:
         for reading in filter(None, map(self._taken, digests)):
@@ -80,7 +85,7 @@ class StoreFiles:
             while left or coming:
                 while left and len(coming) < _AHEAD:
                     digest = left.popleft()
-                    coming.append(self._taken(digest) or self._begun(digest))
+                    coming.append(self._taken(digest) or asyncio.wrap_future(self.begin(digest).data))
                 found = deque([await coming.popleft()])
                 while coming and coming[0].done():
                     found.append(coming.popleft().result())
@@ -89,13 +94,23 @@ class StoreFiles:
             for each in coming:
                 each.cancel()
 
-    def _begun(self, digest: Digest) -> "asyncio.Future[memoryview | None]":
-        return asyncio.wrap_future(self.begin(digest))
+    def begin(self, digest: Digest) -> FileReading:
+        return FileReading(self._path(digest), digest, self._memory, self._threads)
 
-    def begin(self, digest: Digest) -> "Future[memoryview | None]":
-        """Read the blob's file; None where only the store can read it."""
-        path = blob_place(self._data_dir, self._namespace, digest.hash)
-        return FileReading(path, digest, self._memory, self._threads).data
+    def are_cached(self, digests: Sequence[Digest]) -> bool:
+        """Whether the page cache has these blobs, or had those that are read ahead; by three of them. True where the
+        system does not know.
+        """
+        return all(map(self._is_cached, {*digests[:1], *digests[len(digests) // 2 :][:1], *digests[-1:]}))
+
+    def _is_cached(self, digest: Digest) -> bool:
+        expected = self._expected.get(digest)
+        if expected is not None and expected.reading.was_cached is not None:
+            return expected.reading.was_cached
+        return is_file_cached(self._path(digest), digest.size_bytes)
+
+    def _path(self, digest: Digest) -> Path:
+        return blob_place(self._data_dir, self._namespace, digest.hash)
 
 
 @cache

@@ -25,6 +25,7 @@ class BackgroundRead:
     def __init__(self, store: RemoteCache, digests: Sequence[Digest], budget: Budget) -> None:
         self.incoming = Incoming(len(digests))
         self.size_bytes = sum(digest.size_bytes for digest in digests)
+        self.is_from_disk = not store.blobs.are_cached(digests)
         self.came_bytes = 0
         self.first_s = 0.0  # until the first blob came
         self.took_s = 0.0  # until the last one came, or none came any more

@@ -97,6 +97,21 @@ def test_a_common_prefix_is_computed_where_that_is_clearly_cheaper(compute_s: fl
         assert (found.reuse.keep_tokens, found.source, found.miss) == (1_024, Source.SHARED, None)
 
 
+@pytest.mark.parametrize("has_cached", [True, False])
+def test_files_of_a_slow_disk_are_computed_instead_and_those_of_the_page_cache_are_not(has_cached: bool) -> None:
+    around, known = Plain(), RestoreCosts(lambda: 0.0)
+    around.has_cached = has_cached
+    known.computed(0, 1_024, 0.5)
+    known.restored("ns", 4 * BLOB_BYTES, 0.1)
+    known.restored("ns", 4 * BLOB_BYTES, 1.0, from_disk=True)
+    around.found = FoundPrefix(1_024, tuple(BLOCKS))
+    found = plan(around, known, TEXT, None)
+    assert isinstance(found.reuse, Restored if has_cached else Cold)
+    unknown = plan(around, RestoreCosts(lambda: 0.0), TEXT + "y", 0)
+    assert unknown.reading is not None
+    assert unknown.reading.is_from_disk is not has_cached
+
+
 @pytest.mark.parametrize(("shareable", "computes"), [(1_024, True), (768, False), (0, False)])
 def test_rows_that_a_reply_got_token_by_token_are_never_computed_in_cells(shareable: int, computes: bool) -> None:
     """The prompt goes back to the fourth block's end, which may be behind what the first prompt's prefill made."""

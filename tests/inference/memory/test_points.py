@@ -50,6 +50,10 @@ class Surroundings:
         self.connection = self.blobs = self
         self.missing: set[Digest] = set()
         self.asked: list[Digest] = []
+        self.has_cached = True  # the page cache has all files
+
+    def are_cached(self, digests: Sequence[Digest]) -> bool:
+        return self.has_cached
 
     async def read_blobs(self, digests: Sequence[Digest], budget: object) -> tuple[list[FileBytes], Miss | None]:
         found: list[FileBytes] = []

@@ -100,6 +100,39 @@ def test_of_agents_that_come_at_once_after_a_restart_none_waits_for_a_slow_link(
     assert not fast.computes(2_048)
 
 
+READS = st.lists(st.tuples(st.booleans(), LENGTHS), max_size=8)
+
+
+@given(WORLDS, st.floats(0.1, 100), READS, st.lists(LENGTHS, max_size=4), LENGTHS, st.booleans())
+def test_the_prices_of_a_disk_and_of_the_page_cache_are_learned_apart(
+    world: World, slower: float, reads: list[tuple[bool, int]], computed: list[int], tokens: int, from_disk: bool
+) -> None:
+    alone = RestoreCosts(lambda: world.now)
+    for costs in (world.costs, alone):
+        for each in computed:
+            costs.computed(0, each, world.compute_s(0, each))
+    for disk, each in reads:
+        seconds = world.restore_s(each) * (slower if disk else 1.0)
+        world.costs.restored("store", each * TOKEN_BYTES, seconds, from_disk=disk)
+        if disk is from_disk:
+            alone.restored("store", each * TOKEN_BYTES, seconds)
+    expected = alone.reason_to_compute("store", tokens, tokens * TOKEN_BYTES)
+    assert world.costs.reason_to_compute("store", tokens, tokens * TOKEN_BYTES, from_disk=from_disk) == expected
+    restarted = RestoreCosts(lambda: world.now)
+    restarted.begin_with(json.loads(json.dumps(world.costs.kept())), 0.0)
+    assert restarted.reason_to_compute("store", tokens, tokens * TOKEN_BYTES, from_disk=from_disk) == expected
+
+
+def test_after_a_slow_disk_files_of_the_page_cache_are_restored_all_the_same() -> None:
+    world = h200()
+    world.costs.computed(0, 2_048, world.compute_s(0, 2_048))
+    size_bytes = 2_048 * TOKEN_BYTES
+    world.costs.restored("store", size_bytes, 0.03)
+    world.costs.restored("store", size_bytes, 0.15, from_disk=True)
+    assert not world.computes(2_048)
+    assert world.costs.reason_to_compute("store", 2_048, size_bytes, from_disk=True) is not None
+
+
 GOOD: dict[str, Any] = {"computing": [1, 2.0, 3, 4, 5], "restoring": {"ab": [[1, 2, 3, 4, 5], 9.0]}}
 
 

@@ -12,12 +12,13 @@ from kvasir import errors
 from kvasir.cachestore.v1 import cachestore_pb2, manifest_pb2
 from kvasir.formats.digest import Digest
 
-from inference_svc.engine.api import AgentKey, Prefilled, SamplingParams
+from inference_svc.engine.api import AgentKey, Prefilled, SamplingParams, Started
 from inference_svc.memory.agent_memory import AgentMemory, Publication, StoredFiles, from_manifest
 from inference_svc.memory.lines.line_states import Stage, Standing
 from inference_svc.memory.lines.lines import Lines
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recall, Recollection
+from inference_svc.memory.restore_costs import RestoreCosts
 from inference_svc.memory.reuse_planning import Once, Prepared
 from inference_svc.memory.store.answers import NO_HEAD, Head, StoreMiss, head_of
 from inference_svc.memory.store.patience import Budget
@@ -43,7 +44,7 @@ from inference_svc.turns.turn_data import (
     TurnRequest,
 )
 from inference_svc.turns.turn_ending import Retry, TurnEnding, check_parent, is_retry, retried
-from inference_svc.turns.turn_reporter import HandOff
+from inference_svc.turns.turn_reporter import HandOff, TurnReporter
 from tests.inference.turns.parts import line_parts, parts_of
 
 HEAD = Head(5, Digest.of(b"manifest"), 4, "kv")
@@ -477,3 +478,20 @@ async def test_tokens_that_wait_come_when_the_pause_ends() -> None:
 
 
 # --- the price of a store ---
+
+
+@pytest.mark.parametrize("from_disk", [True, False])
+def test_a_restore_teaches_the_price_of_where_its_files_came_from(from_disk: bool) -> None:
+    size_bytes, costs = 8 << 20, RestoreCosts(lambda: 0.0)
+    costs.computed(0, 1_024, 0.5)
+    came: dict[str, Any] = {"size_bytes": size_bytes, "came_bytes": size_bytes // 2, "took_s": 0.5, "waited_s": 0.0}
+    about: Any = SimpleNamespace(
+        _prepared=SimpleNamespace(reading=SimpleNamespace(**came, first_s=0.1, is_from_disk=from_disk)),
+        _turn=SimpleNamespace(request=SimpleNamespace(namespace="ns"), times=SimpleNamespace(arrived=0, restore_s=0.2)),
+        _parts=SimpleNamespace(clock=lambda: 0.0, planner=SimpleNamespace(costs=costs)),
+    )
+    TurnReporter._learn_restore(about, Started(512, queue_s=0.0, restore_s=0.4))
+    known = costs.reason_to_compute("ns", 1_024, size_bytes, from_disk=from_disk)
+    assert known is not None
+    assert known.detail == "restoring 1024 tokens was expected to take 1000 ms, computing them 500 ms"
+    assert costs.reason_to_compute("ns", 1_024, size_bytes, from_disk=not from_disk) is None

@@ -48,6 +48,13 @@ def test_all_threads_read_one_file(path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert bytes(begun(path, OrderedThreads(PIECES)).data.result(20) or b"") == DATA
 
 
+def test_an_empty_file_is_read(path: Path) -> None:
+    path.write_bytes(b"")
+    data = FileReading(path, Digest.of(b""), MEMORY, OrderedThreads(1)).data.result(10)
+    assert data is not None
+    assert bytes(data) == b""
+
+
 def test_work_at_the_file_that_was_begun_first_comes_first() -> None:
     threads, may_begin, ended = OrderedThreads(1), Event(), Event()
     done: list[tuple[int, int]] = []

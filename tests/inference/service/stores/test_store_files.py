@@ -16,6 +16,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.memory.outcomes import MissReason
+from inference_svc.memory.store import file_reading
 from inference_svc.memory.store import files as reads
 from inference_svc.memory.store.connection import StoreClients
 from inference_svc.memory.store.files import StoreFiles, kept_bytes
@@ -96,16 +97,16 @@ def test_memory_of_a_file_is_used_again_once_nothing_refers_to_its_bytes(
 ) -> None:
     monkeypatch.setattr(blob_memory, "_LEAST_BYTES", 1)
     files, (first, second) = StoreFiles(store.data_dir, "default"), TURN.digests[:2]
-    data = files.begin(first).result()
+    data = files.begin(first).data.result()
     assert data is not None
     rows = np.frombuffer(data, np.uint16)[8:]
     address, expected = rows.ctypes.data, rows.tobytes()
     del data
-    others = [files.begin(second).result() for _ in range(20)]
+    others = [files.begin(second).data.result() for _ in range(20)]
     assert rows.tobytes() == expected, "it was read into while an array of it is in use"
     assert all(other is not None and bytes(other) == TURN.new_blobs[second] for other in others)
     del rows
-    again = files.begin(first).result()
+    again = files.begin(first).data.result()
     assert np.frombuffer(again or b"", np.uint16)[8:].ctypes.data == address
 
 
@@ -122,7 +123,7 @@ def test_all_readers_have_begun_before_a_turn_wants_files(tmp_path: Path) -> Non
 
 
 async def until_read(files: StoreFiles) -> None:
-    await asyncio.wait([reading for reading, _ in files._expected.values()])
+    await asyncio.wait([expected.data for expected in files._expected.values()])
 
 
 async def all_of(files: StoreFiles, digests: Sequence[Digest]) -> list[bytes | None]:
@@ -143,6 +144,26 @@ async def test_blobs_that_a_plan_will_want_are_read_before_it_is_made(store: Run
     assert found == [TURN.new_blobs[first], None, *(TURN.new_blobs[digest] for digest in rest)]
     assert room.held_units == 0
     assert await all_of(files, [first]) == [None], "its bytes were kept"
+
+
+@pytest.mark.parametrize("uncached", [0, 1, -1])
+async def test_blobs_are_not_cached_if_one_was_not_when_it_was_begun(
+    store: RunningStore, monkeypatch: pytest.MonkeyPatch, uncached: int
+) -> None:
+    files, cached = StoreFiles(store.data_dir, "default"), set(TURN.digests)
+    monkeypatch.setattr(reads, "is_file_cached", lambda path, _: path.name in {digest.hash for digest in cached})
+    monkeypatch.setattr(file_reading, "is_cached", lambda *_: bool(cached))
+    assert files.are_cached(TURN.digests)
+    assert files.are_cached([])
+    cached.remove(TURN.digests[uncached])
+    assert files.are_cached(TURN.digests) is (uncached == 1), "only three are looked at"
+    cached.clear()
+    files.expect(TURN.digests, SharedRoom(1 << 30))
+    await until_read(files)
+    cached.update(TURN.digests)  # as they are, now that they were read
+    assert not files.are_cached(TURN.digests)
+    assert await all_of(files, TURN.digests) == [TURN.new_blobs[digest] for digest in TURN.digests]
+    assert files.are_cached(TURN.digests)
 
 
 async def test_files_that_no_plan_wants_are_forgotten_and_take_little_room(
