@@ -1,6 +1,6 @@
-"""Reads blobs' files into memory. A file that the page cache lacks is read by all threads, in pieces, and the file that
-was begun first before others: a disk gives one thread less than it has, for which the last files would wait, and files
-that come one after the other go to the device while others are read.
+"""Reads blobs' files into memory. A file is read by all threads, in pieces, and the file that was begun first before
+others: so files come one after the other, and go to the device while others are read. A disk gives one thread less than
+it has, for which the last files would wait.
 """
 
 import os
@@ -17,7 +17,8 @@ from threading import Event, Lock
 from kvasir.clients.blob_memory import BlobMemory
 from kvasir.formats.digest import Digest
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 20  # of a disk: larger ones come later
+CACHED_PIECE_BYTES = 4 << 20  # of the page cache: each piece takes the interpreter's lock a few times
 _OPENING = -1  # the place of a file's opening, before its pieces
 _NO_WAIT = getattr(os, "RWF_NOWAIT", 0)  # Linux has it
 
@@ -58,7 +59,7 @@ class FileReading:
         self._path, self._digest, self._memory, self._threads = path, digest, memory, threads
         self._number = threads.next_number()
         self._gate = Lock()
-        self._pieces_left = 1
+        self._pieces_left = 0
         self._file: FileIO | None = None
         self._bytes = memoryview(b"")
         self._error: Exception | None = None
@@ -72,13 +73,11 @@ class FileReading:
             self.was_cached = is_cached(self._file.fileno(), size_bytes)
         except Exception as error:  # noqa: BLE001 - whoever waits for `data` gets it
             self._error = error
-        if self.was_cached is not False:
-            self._read(0, size_bytes)
-            return
-        offsets = range(0, max(1, size_bytes), PIECE_BYTES)
+        piece_bytes = PIECE_BYTES if self.was_cached is False else CACHED_PIECE_BYTES
+        offsets = range(0, max(1, len(self._bytes)), piece_bytes)
         self._pieces_left = len(offsets)
         for offset in offsets:
-            self._threads.submit(self._number, offset, partial(self._read, offset, PIECE_BYTES))
+            self._threads.submit(self._number, offset, partial(self._read, offset, piece_bytes))
 
     def _read(self, offset: int, size_bytes: int) -> None:
         try:

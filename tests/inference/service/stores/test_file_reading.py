@@ -1,7 +1,7 @@
-"""Files that the page cache lacks: all threads read them, in pieces, the file that was begun first before others."""
+"""Files that all threads read, in pieces, the file that was begun first before others."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Barrier, Event
@@ -46,6 +46,39 @@ def test_all_threads_read_one_file(path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(os, "preadv", read_together)
     assert bytes(begun(path, OrderedThreads(PIECES)).data.result(20) or b"") == DATA
+
+
+@pytest.mark.parametrize(("is_cached", "pieces"), [(True, 2), (False, PIECES)])
+def test_a_file_that_the_page_cache_has_is_read_in_larger_pieces(
+    path: Path, monkeypatch: pytest.MonkeyPatch, is_cached: bool, pieces: int
+) -> None:
+    read, offsets = os.preadv, list[int]()
+
+    def noting(descriptor: int, buffers: Sequence[Any], offset: int) -> int:
+        offsets.append(offset)
+        return read(descriptor, buffers, offset)
+
+    monkeypatch.setattr(file_reading, "is_cached", lambda *_: is_cached)
+    monkeypatch.setattr(file_reading, "CACHED_PIECE_BYTES", len(DATA) // 2)
+    monkeypatch.setattr(os, "preadv", noting)
+    assert bytes(begun(path, OrderedThreads(1)).data.result(10) or b"") == DATA
+    assert offsets == [len(DATA) // pieces * piece for piece in range(pieces)]
+
+
+def test_a_file_that_is_gone_costs_no_pieces_of_the_size_that_it_should_have(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path.unlink()
+    threads = OrderedThreads(1)
+    places, submit = list[int](), threads.submit
+
+    def noting(number: int, offset: int, work: Callable[[], None]) -> None:
+        places.append(offset)
+        submit(number, offset, work)
+
+    monkeypatch.setattr(threads, "submit", noting)
+    assert FileReading(path, Digest("0" * 64, 1 << 60), MEMORY, threads).data.result(10) is None
+    assert len(places) == 2
 
 
 def test_an_empty_file_is_read(path: Path) -> None:
