@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvasir.formats.block_file import MAX_HEADER_BYTES
+from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.waits import uptime_s
 
 from inference_svc.config import EngineSettings
@@ -77,7 +79,7 @@ async def _served_by(engine: Engine, name: str, shared: ModelsParts, begin_phase
     admission.serves_with(engine.memory_budget_bytes)
     begin_phase("kernels")
     prompting = Prompting(engine.tokenizer, engine.token_text, shared.now_ms)
-    await asyncio.gather(asyncio.to_thread(warm_up, engine, clock), warm_up_text(prompting))
+    await _make_ready(engine, prompting, stores, clock)
 
     copies = Copies(engine, admission.publishing)
     # A laptop that wakes must not believe in a lease that ended elsewhere while it slept, nor give a publication up.
@@ -103,6 +105,15 @@ async def _served_by(engine: Engine, name: str, shared: ModelsParts, begin_phase
     own_turns = OwnTurns(turns, parts.recall.is_wanted, lambda: not embedder.is_idle or served.is_leaving.is_set())
     _begin_own_turns(served, settings, WakingParts(own_turns, engine, stores, woken, stats, clock), shared.surely_ms)
     return served
+
+
+async def _make_ready(
+    engine: Engine, prompting: Prompting, stores: Mapping[str, RemoteCache], clock: Callable[[], float]
+) -> None:
+    """Do the work for which first turns would wait."""
+    file_bytes = engine.model.kv_bytes_per_token * BLOCK_TOKENS + MAX_HEADER_BYTES
+    memory = [asyncio.to_thread(store.blobs.make_ready, file_bytes) for store in [*stores.values()][:1]]  # all share it
+    await asyncio.gather(asyncio.to_thread(warm_up, engine, clock), warm_up_text(prompting), *memory)
 
 
 def _begin_own_turns(

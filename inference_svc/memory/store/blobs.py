@@ -43,6 +43,11 @@ class StoredBlobs:
             raise StoreMiss(Miss(MissReason.BLOB_DAMAGED, f"manifest {head.manifest}: other bytes were received"))
         return data
 
+    def make_ready(self, file_bytes: int) -> None:
+        """As `StoreFiles.make_ready`, where blobs are this machine's files."""
+        if self._files is not None:
+            self._files.make_ready(file_bytes)
+
     def expect(self, digests: Sequence[Digest], room: SharedRoom) -> None:
         """A turn will probably want these blobs: as `StoreFiles.expect`, where they are this machine's files."""
         if self._files is not None:

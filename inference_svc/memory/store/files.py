@@ -29,6 +29,7 @@ _AHEAD = 2 * _THREADS
 # A large restore has 512 MiB under way where a device takes them by copies, else 280. Memory that is not kept is filled
 # with zeros each time, under the interpreter's lock: 1.8 ms a block of 9 MB.
 _KEPT_BYTES, _MOST_KEPT_BYTES, _KEPT_PART = 256 << 20, 512 << 20, 256
+_READY_PART = 512  # of a machine's memory: so much kept memory is prepared for the first restore
 _EXPECTED_PART = 8  # of the room for bytes that become KV: so much is read before a plan wants it
 
 
@@ -51,6 +52,10 @@ class StoreFiles:
         self._memory = _memory()
         self._threads = _threads()
         self._expected: dict[Digest, _Expected] = {}
+
+    def make_ready(self, file_bytes: int) -> None:
+        """Prepare memory for the first files of such a size that are read. Blocks for up to a tenth of a second."""
+        self._memory.make_ready(file_bytes, machine_bytes() // _READY_PART)
 
     def expect(self, digests: Sequence[Digest], room: SharedRoom) -> None:
         """Begin to read the first of these blobs, which a turn will probably want in a moment, if there is much `room`.

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from inference_svc import model_opening
 from inference_svc.config import EngineSettings
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.model_opening import ModelsParts, open_served
@@ -29,3 +30,20 @@ def test_an_engine_that_cannot_be_served_ends(tmp_path: Path) -> None:
     with pytest.raises(AttributeError):
         asyncio.run(open_served("odd", "/odd", parts, opened))
     assert closed == [True]
+
+
+async def test_memory_for_the_first_files_of_a_restore_is_made_ready_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, done = list[int](), list[str]()
+
+    async def warm_up_text(_: object) -> None:
+        done.append("text")
+
+    monkeypatch.setattr(model_opening, "warm_up", lambda *_: done.append("engine"))
+    monkeypatch.setattr(model_opening, "warm_up_text", warm_up_text)
+    engine: Any = SimpleNamespace(model=SimpleNamespace(kv_bytes_per_token=36_864))
+    store: Any = SimpleNamespace(blobs=SimpleNamespace(make_ready=asked.append))
+    prompting: Any = None
+    await model_opening._make_ready(engine, prompting, {"one": store, "another": store}, time.monotonic)
+    await model_opening._make_ready(engine, prompting, {}, time.monotonic)
+    assert asked == [256 * 36_864 + (1 << 20)]
+    assert sorted(done) == ["engine", "engine", "text", "text"]

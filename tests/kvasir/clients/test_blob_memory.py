@@ -47,6 +47,25 @@ def test_new_memory_is_not_touched_before_somebody_writes_it() -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before > 100, "such pages are counted here"
 
 
+@pytest.mark.parametrize(("most_bytes", "ready"), [(8 * MIB, 4), (64 * MIB, 8), (MIB, 0)])
+def test_memory_that_was_made_ready_has_its_pages(most_bytes: int, ready: int) -> None:
+    memory = BlobMemory(16 * MIB)
+    memory.make_ready(2 * MIB, most_bytes)
+    assert len(memory._known) == ready
+    views, data = [memory.take(2 * MIB) for _ in range(ready)], b"x" * (2 * MIB)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for view in views:
+        view[:] = data
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 100
+    assert len(memory._known) == ready
+
+
+def test_small_memory_is_not_made_ready() -> None:
+    memory = BlobMemory(16 * MIB)
+    memory.make_ready(100, 1 << 60)
+    assert not memory._known
+
+
 def test_no_more_is_kept_than_the_room_for_it() -> None:
     memory = BlobMemory(4 * MIB)
     held = [memory.take(MIB) for _ in range(9)]

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from mmap import MAP_ANON, MAP_PRIVATE, mmap
+from pathlib import Path
 
 _LEAST_BYTES = 1 << 20  # smaller memory is new each time
 
@@ -39,6 +40,17 @@ class BlobMemory:
             fitting = (each for each in places if size_bytes <= len(self._known[each]) <= 2 * size_bytes)
             found = next(filter(self._is_free, fitting), None)
             return memoryview(self._made(size_bytes) if found is None else self._known[found])[:size_bytes]
+
+    def make_ready(self, size_bytes: int, most_bytes: int) -> None:
+        """Use memory for blobs of this size a first time, at most so much: then the system gives its pages, which takes
+        longer than to read a blob into pages that are there (9.4 MB: 3 ms and 1.6). Blocks, without that lock.
+        """
+        if size_bytes < _LEAST_BYTES:
+            return
+        blobs = [self.take(size_bytes) for _ in range(min(most_bytes, self._kept_bytes) // size_bytes)]
+        with Path("/dev/zero").open("rb", buffering=0) as zeros:
+            for blob in blobs:
+                zeros.readinto(blob)
 
     def _made(self, size_bytes: int) -> mmap | bytearray | memoryview:
         if self._room() < size_bytes:  # those of other sizes go
