@@ -4,12 +4,14 @@ import asyncio
 import errno
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from kvasir.cli.running.health import STORE_SERVICE, is_ready
 from kvasir.cli.running.holding import Patience
 from kvasir.cli.running.home import Endpoint
 from kvasir.cli.running.logs import GrowingLog, is_important, last_lines, rotate_log
@@ -329,6 +331,18 @@ async def test_a_stop_during_the_start_ends_what_had_started(tmp_path: Path) -> 
     assert not group.started.is_set()
     assert not process_exists(pid)
     assert group.order() == ["store started", "store stopped"]
+
+
+async def test_a_stop_before_each_has_its_process_ends_the_group_without_an_error(tmp_path: Path) -> None:
+    group = Group(tmp_path, {"store": SERVER, "engine": SERVER})
+    await group.begin(changed=group.supervisor.stop)
+    assert (group.supervisor.pid("store"), group.supervisor.pid("engine"), group.started.is_set()) == (0, 0, False)
+
+
+async def test_a_service_whose_certificate_is_replaced_is_not_ready_and_no_error(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as service:
+        endpoint = Endpoint(f"127.0.0.1:{service.getsockname()[1]}", ca_file=tmp_path / "gone.crt")
+        assert not await is_ready(endpoint, STORE_SERVICE)
 
 
 def test_delays_double_up_to_a_limit() -> None:

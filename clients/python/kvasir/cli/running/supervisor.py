@@ -103,8 +103,9 @@ class Supervisor:
         watching = asyncio.create_task(self._watch_logs())
         try:
             await self._until_stopped(self._start_together())
-            if not self._stopping.is_set():
-                started()
+            if self._stopping.is_set():  # perhaps before each had its process
+                return
+            started()
             async with asyncio.TaskGroup() as watchers:
                 for child in self._children:
                     watchers.create_task(self._until_stopped(self._keep_running(child)))
