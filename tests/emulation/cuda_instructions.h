@@ -112,7 +112,10 @@ KV_FN float kv_fma(float a, float b, float c) { return std::fma(a, b, c); }
 KV_FN float kv_cosine(float x) { return cosf(x); }
 KV_FN float kv_sine(float x) { return sinf(x); }
 KV_FN float kv_inverse_root(float x) { return 1 / sqrtf(x); }
-KV_FN void kv_part_barrier() { fibers::meet_named(1 + int(fibers::thread.x) / 128, 128); }
+template <int WARPS>
+KV_FN void kv_part_barrier() {
+  fibers::meet_named(1 + int(fibers::thread.x) / (WARPS * 32), WARPS * 32);
+}
 KV_FN void kv_written() {}
 KV_FN bool kv_is_last(const kv_u32* word, int count) {
   const kv_u32 before = *word;

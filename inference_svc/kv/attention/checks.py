@@ -4,6 +4,7 @@ Rows are numbers that a policy stores without rounding. So each unit of a page m
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import mlx.core as mx
 import structlog
@@ -83,9 +84,9 @@ def why_wrong_joined() -> str:
     return _first(differences)
 
 
-def why_wrong_layers() -> str:
-    """As `why_wrong_products`, of whole layers."""
-    return _first(whole_layer_check.differences)
+def why_wrong_layers(*, is_packed: bool) -> str:
+    """As `why_wrong_products`, of whole layers with weights of 4 or of 16 bits."""
+    return _first(partial(whole_layer_check.differences, is_packed=is_packed))
 
 
 def _few_integers() -> tuple[mx.array, list[tuple[mx.array, ...]], mx.array]:

@@ -110,11 +110,11 @@ class KernelChoice:
         """Whether that kernel also does the steps between a model's products."""
         return self._has_few_rows and not self._recorded("joined products", why_wrong_joined, _FEW_ROWS)
 
-    def takes_layers(self) -> bool:
-        """Whether one kernel computes a block of a model whole, for few rows and packed weights: called where
-        `joins_steps` was true.
+    def takes_layers(self, *, is_packed: bool) -> bool:
+        """Whether one kernel computes a block of a model whole, for few rows and weights of 4 or of 16 bits: called
+        where `joins_steps` was true.
         """
-        return not self._recorded("whole layers", why_wrong_layers, _FEW_ROWS)
+        return not self._recorded("whole layers", partial(why_wrong_layers, is_packed=is_packed), _FEW_ROWS)
 
     def chosen(self, identity: identity_pb2.KvIdentity, dtype: mx.Dtype, *, reads_pages: bool) -> Chosen:
         """The implementations for the model with this identity, which computes in a type."""

@@ -28,14 +28,14 @@ _TOLERANCE = 0.03
 _OTHER_UNITS = 2e-4  # of all of the pages': new rows whose sums were rounded otherwise
 
 
-def differences() -> Iterator[str]:
-    """The faults that are found."""
+def differences(*, is_packed: bool = True) -> Iterator[str]:
+    """The faults that are found, with weights of 4 or of 16 bits."""
     pages = _pages()
     expected = mx.array(pages)
     mx.eval(expected)  # a copy of them as they are before the kernel writes
     places = mx.array([*_PLACES, *[-1] * (MAX_ROWS - len(_PLACES))], mx.int32)
     step = StepPages(pages, _FORMAT, mx.array([_BLOCKS] * MAX_ROWS, mx.int32), places)
-    weights, x = _weights(), _random(MAX_ROWS, 1, _HIDDEN, seed=9)
+    weights, x = _weights(is_packed=is_packed), _random(MAX_ROWS, 1, _HIDDEN, seed=9)
     found = whole_layer(x, weights, step, multiprocessors())
     mx.eval(found)
     right = _layer_by_steps(x, weights, StepPages(expected, _FORMAT, step.block_table, places))
@@ -46,10 +46,7 @@ def differences() -> Iterator[str]:
 
 
 def _layer_by_steps(x: mx.array, weights: LayerWeights, step: StepPages) -> mx.array:
-    values = [
-        mx.dequantize(codes, scales.astype(mx.float32), biases.astype(mx.float32), _GROUP, 4)
-        for codes, scales, biases in weights.matrices
-    ]
+    values = [_values(each) for each in weights.matrices]
 
     def product(given: mx.array, number: int) -> mx.array:
         return (given.astype(mx.float32) @ values[number].T).astype(mx.bfloat16)
@@ -71,7 +68,14 @@ def _layer_by_steps(x: mx.array, weights: LayerWeights, step: StepPages) -> mx.a
     return h + product(opened.astype(mx.bfloat16), 6)
 
 
-def _weights() -> LayerWeights:
+def _values(matrix: Matrix) -> mx.array:
+    if len(matrix) == 1:
+        return matrix[0].astype(mx.float32)
+    codes, scales, biases = matrix
+    return mx.dequantize(codes, scales.astype(mx.float32), biases.astype(mx.float32), _GROUP, 4)
+
+
+def _weights(*, is_packed: bool) -> LayerWeights:
     width, kv_width = _HEADS * _ROWS.dim, _ROWS.kv_heads * _ROWS.dim
     sizes = [
         (width, _HIDDEN),
@@ -80,7 +84,8 @@ def _weights() -> LayerWeights:
         *[(_INNER, _HIDDEN)] * 2,
         (_HIDDEN, _INNER),
     ]
-    matrices = tuple(_packed(_random(*size, seed=seed) / size[1] ** 0.5) for seed, size in enumerate(sizes))
+    values = [_random(*size, seed=seed) / size[1] ** 0.5 for seed, size in enumerate(sizes)]
+    matrices = tuple(_packed(each) if is_packed else (each,) for each in values)
     frequencies = 1 / (1 + mx.arange(_ROWS.dim // 2, dtype=mx.float32) ** 2)
     settings = mx.array([_ROWS.dim**-0.5, _EPSILON, _EPSILON], mx.float32)
     norms = _random(_HIDDEN, seed=7), _random(_HIDDEN, seed=8)

@@ -1,4 +1,4 @@
-"""A decoding step's layers as one launch each, of up to eight rows and weights of 4 bits, on a CUDA device.
+"""A decoding step's layers as one launch each, of up to eight rows and weights of 4 or 16 bits, on a CUDA device.
 
 Launches cost the processor, and a GPU waits between them. Here each multiprocessor has one block, which goes through
 the steps of a layer, brings weights of the next step while it waits for the others, and waits for them five times.
@@ -14,6 +14,7 @@ from weakref import ref
 import mlx.core as mx
 from kvasir.cachestore.v1 import identity_pb2
 from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import RMSNorm
 from mlx.nn.layers.positional_encoding import RoPE
 from mlx.nn.layers.quantized import QuantizedLinear
@@ -30,6 +31,7 @@ MAX_ROWS = 8  # a column of fragments; with two it is slower than kernels one by
 _SLICE, _SUM_STRIDE, _X_PADDING = 528, 36, 32  # as in layer.h and layer_body.h
 _EACH = 64  # inputs of a warp in a stage
 _WARPS = (16, 8)
+_PART_WARPS = 8  # of values: less registers
 _SHARED_BYTES, _ATTENTION_BYTES = 224 << 10, 96 << 10
 _LEAST_STAGES, _MOST_STAGES = 4, 24
 _GROUPS = (32, 64, 128)
@@ -38,16 +40,16 @@ _OPENED = ("gate_proj", "up_proj", "down_proj")
 _MOST_HEADS = 64  # of K and V
 _DRIVER = "libcuda.so.1"
 _MULTIPROCESSORS, _MPS_ENABLED = 16, 133  # the driver's names for their number, and for a device that processes share
-Matrix = tuple[mx.array, mx.array, mx.array]
+Matrix = tuple[mx.array, ...]
 # Blocks of two launches at once could wait for each other's multiprocessors for ever: one model of a process has them.
 _owner: list[ref[Module]] = []
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """A layer's numbers. `matrices`: of q, k, v, o, gate, up and down, codes, scales and biases. `frequencies`: by pair
-    of dimensions the factor of a position. `settings`: the scale of scores, the norms' epsilons. `counters`: words that
-    blocks wait at.
+    """A layer's numbers. `matrices`: of q, k, v, o, gate, up and down, values alone, or codes, scales and biases.
+    `frequencies`: by pair of dimensions the factor of a position. `settings`: the scale of scores, the norms' epsilons.
+    `counters`: words that blocks wait at.
     """
 
     norms: tuple[mx.array, mx.array]
@@ -60,7 +62,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """The compile-time sizes of a layer; `group`: inputs that share a scale."""
+    """The compile-time sizes of a layer; `group`: inputs that share a scale, 0 of 16 bits."""
 
     hidden: int
     inner: int
@@ -74,11 +76,11 @@ def whole_layer(
     """The layer's result for x [slots, 1, hidden] of new tokens; their rows of K and V are in pages then."""
     slots, _, hidden = x.shape
     matrices, page_format, heads = weights.matrices, step.format, weights.heads
-    sizes = LayerSizes(hidden, matrices[4][0].shape[0], heads, hidden // matrices[0][1].shape[1])
+    sizes = LayerSizes(hidden, matrices[4][0].shape[0], heads, group_of(matrices[0], hidden))
     template, warps, shared_bytes = _program(sizes, page_format)
     made_by = compiler or COMPILERS[Dialect.CUDA]
     made_by = lone_cuda_compiler if made_by is cuda_compiler else made_by
-    out, _ = compiled(made_by, layer_source(), shared_bytes)(
+    out, _ = compiled(made_by, layer_source(is_packed=sizes.group > 0), shared_bytes)(
         inputs=[
             *(x, *weights.norms),
             *(part for each in matrices for part in each),
@@ -91,6 +93,10 @@ def whole_layer(
         output_dtypes=[x.dtype, mx.float32],
     )
     return out
+
+
+def group_of(matrix: Matrix, depth: int) -> int:
+    return depth // matrix[1].shape[1] if len(matrix) > 1 else 0
 
 
 def _scratch(sizes: LayerSizes, page_format: PageFormat, splits: int) -> int:
@@ -116,13 +122,14 @@ def _program(sizes: LayerSizes, page_format: PageFormat) -> tuple[list[tuple[str
         "TILE": shape.split.tile,
         "SPLIT_BYTES": shape.split.shared_bytes,
         "PARTS": shape.parts,
+        "PART_WARPS": shape.split.warps,
     }
     return [*numbers.items(), *format_template(page_format).items()], shape.warps, shape.shared_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class _BlockShape:
-    """`stages` of weights are in shared memory at once; `parts` of four warps attend, by `split`."""
+    """`stages` of weights are in shared memory at once; `parts` of some warps attend, by `split`."""
 
     warps: int
     stages: int
@@ -136,17 +143,26 @@ def _block_shape(sizes: LayerSizes, page_format: PageFormat) -> _BlockShape | No
     depths, key = (sizes.hidden, sizes.inner, sizes.heads * page_format.key.dim), page_format.key
     queries = 8 if sizes.heads // key.kv_heads <= 8 else 16
     for warps in _WARPS:
-        parts = warps // WARPS
-        split = SplitGeometry(page_format, queries, True, most_tile=64 if parts == 2 else 32)
+        each = WARPS if sizes.group else _PART_WARPS
+        parts = warps // each
+        split = SplitGeometry(page_format, queries, True, warps=each, most_tile=64 if warps == 8 else 32)
         while parts > 1 and parts * split.shared_bytes > _ATTENTION_BYTES:
             parts //= 2
-        stage = 2 * (warps * _SLICE + 2 * 32 * (_EACH * warps // sizes.group))
-        others = 4 * (warps * MAX_ROWS * _SUM_STRIDE + 16 * MAX_ROWS + 16)
-        others += max(MAX_ROWS * (sizes.hidden + _X_PADDING) * 2, parts * split.shared_bytes)
+        stage, others = _ring_bytes(sizes, warps, parts * split.shared_bytes)
         stages = min(_MOST_STAGES, (_SHARED_BYTES - others) // stage)
         if stages >= _LEAST_STAGES and not any(depth % (_EACH * warps) for depth in depths):
             return _BlockShape(warps, stages, parts, split, stages * stage + others)
     return None
+
+
+def _ring_bytes(sizes: LayerSizes, warps: int, attention_bytes: int) -> tuple[int, int]:
+    """Of a stage of weights, and of all beside the ring."""
+    own_x, sums = MAX_ROWS * (sizes.hidden + _X_PADDING) * 2, 4 * warps * MAX_ROWS * _SUM_STRIDE
+    squares = 4 * (16 * MAX_ROWS + 16)
+    if not sizes.group:
+        return 2 * warps * 16 * _EACH, 2 * sizes.hidden + squares + max(sums + own_x, attention_bytes)
+    stage = 2 * (warps * _SLICE + 2 * 32 * (_EACH * warps // sizes.group))
+    return stage, sums + squares + max(own_x, attention_bytes)
 
 
 @lru_cache(maxsize=1024)
@@ -160,7 +176,7 @@ def why_not(sizes: LayerSizes, slots: int, page_format: PageFormat, dtype: mx.Dt
         return "pages of another type"
     if key.dim != value.dim or key.dim % 32 or key.is_rotated:
         return "heads of a kind that it does not know"
-    if sizes.heads // key.kv_heads > 16 or key.kv_heads > _MOST_HEADS or sizes.group not in _GROUPS:
+    if sizes.heads // key.kv_heads > 16 or key.kv_heads > _MOST_HEADS or sizes.group not in (0, *_GROUPS):
         return "more heads, or groups of another size, than it knows"
     return "" if _block_shape(sizes, page_format) else "sizes that its blocks have no room for"
 
@@ -174,8 +190,9 @@ class WholeLayer:
         self._norms = block.input_layernorm, block.post_attention_layernorm
         self._frequencies, self._counters = frequencies, counters
         self._settings = _evaluated(mx.array([attention.scale, *(norm.eps for norm in self._norms)], mx.float32))
-        hidden, inner = (_depth(mlp[name]) for name in ("gate_proj", "down_proj"))
-        self.sizes = LayerSizes(hidden, inner, attention.n_heads, mlp.gate_proj.group_size)
+        hidden, inner = self._norms[0].weight.size, mlp.gate_proj.weight.shape[0]
+        matrix = _matrix(mlp.gate_proj)
+        self.sizes = LayerSizes(hidden, inner, attention.n_heads, group_of(matrix, hidden))
 
     def result(self, x: mx.array, cache: FusedLayer) -> mx.array | None:
         """The block's result for x [slots, 1, hidden]; None where the kernel does not serve."""
@@ -186,7 +203,7 @@ class WholeLayer:
             return None
         weights = LayerWeights(
             (self._norms[0].weight, self._norms[1].weight),
-            tuple((each.weight, each.scales, each.biases) for each in self._layers),
+            tuple(map(_matrix, self._layers)),
             self._frequencies,
             self._settings,
             self._counters,
@@ -195,11 +212,17 @@ class WholeLayer:
         return whole_layer(x, weights, step, multiprocessors())
 
 
+def has_packed(model: Module) -> bool:
+    """Whether weights of a model are packed in 4 bits."""
+    modules: Any = model
+    return any(isinstance(each, QuantizedLinear) and each.bits == 4 for each in modules.modules())
+
+
 def may_have_whole_layers(model: Module) -> bool:
     """Whether weights of a model are such as the kernel takes, on a device whose blocks have room for it."""
     modules: Any = model
-    is_packed = any(isinstance(each, QuantizedLinear) and each.bits == 4 for each in modules.modules())
-    return is_packed and most_shared_bytes() >= _SHARED_BYTES and multiprocessors() > 0
+    is_known = has_packed(model) or any(map(_is_values, modules.modules()))
+    return is_known and most_shared_bytes() >= _SHARED_BYTES and multiprocessors() > 0
 
 
 def claim(model: Module) -> bool:
@@ -215,11 +238,10 @@ def whole_layer_of(block: Any, shared: dict[Any, mx.array]) -> WholeLayer | None
     a model's blocks have together.
     """
     layers, rope = _projections(block), block.self_attn.rope
-    kinds = {(each.bits, each.group_size, each.mode, each.scales.dtype) for each in layers if _is_packed(each)}
-    if not all(map(_is_packed, layers)) or len(kinds) > 1 or (layers[0].bits, layers[0].mode) != (4, "affine"):
+    if (dtype := _type_of(layers)) is None:
         return None
     norms = block.input_layernorm, block.post_attention_layernorm
-    if any(type(norm) is not RMSNorm or norm.weight.dtype != layers[0].scales.dtype for norm in norms):
+    if any(type(norm) is not RMSNorm or norm.weight.dtype != dtype for norm in norms):
         return None
     if (found := _frequencies(rope)) is None or rope.dims * block.self_attn.n_heads != layers[0].weight.shape[0]:
         return None
@@ -235,8 +257,24 @@ def _is_packed(layer: Any) -> bool:
     return isinstance(layer, QuantizedLinear) and "biases" in layer and "bias" not in layer
 
 
-def _depth(layer: Any) -> int:
-    return int(layer.scales.shape[1] * layer.group_size)
+def _is_values(layer: Any) -> bool:
+    return isinstance(layer, Linear) and "bias" not in layer and layer.weight.dtype in (mx.bfloat16, mx.float16)
+
+
+def _type_of(layers: list[Any]) -> mx.Dtype | None:
+    """Of matrices that are all of 16 bits, or all packed alike; None of others."""
+    if all(map(_is_values, layers)):
+        types = {each.weight.dtype for each in layers}
+    else:
+        kinds = {(each.bits, each.group_size, each.mode) for each in layers if _is_packed(each)}
+        if not all(map(_is_packed, layers)) or len(kinds) > 1 or (layers[0].bits, layers[0].mode) != (4, "affine"):
+            return None
+        types = {each.scales.dtype for each in layers}
+    return types.pop() if len(types) == 1 else None
+
+
+def _matrix(layer: Any) -> Matrix:
+    return (layer.weight, layer.scales, layer.biases) if _is_packed(layer) else (layer.weight,)
 
 
 def _frequencies(rope: Any) -> mx.array | None:

@@ -164,20 +164,22 @@ def few_rows_source(count: int, *, is_packed: bool, is_gated: bool = False, adds
 
 
 @cache
-def layer_source() -> KernelSource:
-    """A decoding layer with packed weights, whole, of CUDA alone; by `scratch` its steps give results to each other."""
+def layer_source(*, is_packed: bool) -> KernelSource:
+    """A decoding layer whole, with weights of 4 or of 16 bits, of CUDA alone; by `scratch` its steps give results to
+    each other.
+    """
     before = _header(Dialect.CUDA, CUDA_INSTRUCTIONS, "few_rows.h", "rows.h", "quantize.h", "reduce.h")
-    parts = text("tile.h") + text("matrices.h")  # by four warps, which wait for themselves alone
-    header = f"{before}#define kv_group_barrier kv_part_barrier\n{parts}#undef kv_group_barrier\n{text('layer.h')}"
-    written = "pages", "counters"
-    return _source(Dialect.CUDA, "layer", header, _LAYER_INPUTS, ("out", "scratch"), written_inputs=written)
+    parts = text("tile.h") + text("matrices.h")  # by some warps, which wait for themselves alone
+    header = f"{before}#define kv_group_barrier kv_part_barrier<WARPS>\n{parts}#undef kv_group_barrier\n"
+    header += text("layer.h") + text("codes_pass.h" if is_packed else "values_pass.h")
+    kinds, written = "wsb" if is_packed else "w", ("pages", "counters")
+    weights = (f"{kind}_{name}" for name in ("q", "k", "v", "o", "gate", "up", "down") for kind in kinds)
+    inputs = ("x", "norm_in", "norm_after", *weights, *_LAYER_REST)
+    lists = text("layer_room.h") + text("layer_codes.h" if is_packed else "layer_values.h")
+    return _source(Dialect.CUDA, "layer", header, inputs, ("out", "scratch"), written_inputs=written, lists=lists)
 
 
-_LAYER_INPUTS = (
-    *("x", "norm_in", "norm_after"),
-    *(f"{part}_{name}" for name in ("q", "k", "v", "o", "gate", "up", "down") for part in "wsb"),
-    *("frequencies", "pages", "block_table", "places", "settings", "counters"),
-)
+_LAYER_REST = ("frequencies", "pages", "block_table", "places", "settings", "counters")
 
 
 def _header(dialect: Dialect, *parts: str) -> str:

@@ -94,8 +94,11 @@ KV_FN float kv_cosine(float x) { return cosf(x); }
 KV_FN float kv_sine(float x) { return sinf(x); }
 KV_FN float kv_inverse_root(float x) { return rsqrtf(x); }
 
-// For four warps of a block.
-KV_FN void kv_part_barrier() { asm volatile("bar.sync %0, 128;" ::"r"(1 + threadIdx.x / 128) : "memory"); }
+// For so many warps of a block.
+template <int WARPS>
+KV_FN void kv_part_barrier() {
+  asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.x / (WARPS * 32)), "n"(WARPS * 32) : "memory");
+}
 // Writes of this thread are there for copies that begin behind a barrier.
 KV_FN void kv_written() { __threadfence(); }
 // Whether this thread is the last of `count` that come to a word, which is as at the beginning then: writes of the others

@@ -1,57 +1,9 @@
 // A decoding layer in one launch: its steps wait for each other at barriers of the whole grid, of which each
 // multiprocessor has one block. Weights are constant, so copies of them go on while a step waits for the one before.
-KV_CONST int KV_SLICE = 528;    // units of a warp's 64 inputs of 32 outputs, and 16 more: so that neighbours' banks differ
 KV_CONST int KV_SUM_STRIDE = 36;
 
 // Where a value lies among eight that fragments are made of: each word has one and the fourth behind it.
 KV_FN int kv_paired(int at) { return (at & ~7) | (at & 3) << 1 | (at >> 2 & 1); }
-
-// sum += 64 inputs of 32 outputs, codes of 4 bits, times x: a lane has 16 bytes of each half of rows of x, paired. Scales
-// and biases: those of the outputs, STRIDE apart. As kv_multiply_codes.
-template <bool IS_BFLOAT, int GROUP, int STRIDE, int TILES>
-KV_FN void kv_multiply_slice(const kv_u16* w, const kv_u32x4 (*x)[2], const kv_u16* scales, const kv_u16* biases,
-                             float (*sum)[TILES][4], int lane) {
-  constexpr int HALVES = GROUP == 32 ? 1 : 2;  // that a scale is for
-  constexpr float LARGE = IS_BFLOAT ? 128 : 1024;
-  const kv_u32 large = IS_BFLOAT ? 0x43004300u : 0x64006400u, one = IS_BFLOAT ? 0x3f803f80u : 0x3c003c00u;
-  const kv_u32 ones[4] = {one, one, one, one};
-  const int g = lane / 4;
-  kv_u32 words[2][4];
-  KV_UNROLL for (int h = 0; h < 2; ++h) kv_load_matrices(w + kv_piece<2>(h * 16 + lane % 16, lane / 16), words[h]);
-  KV_UNROLL for (int first = 0; first < 2; first += HALVES) {
-    kv_u32 b[HALVES][TILES][4];
-    float x_sum[TILES][4];
-    KV_UNROLL for (int n = 0; n < TILES; ++n) {
-      KV_UNROLL for (int j = 0; j < 4; ++j) x_sum[n][j] = 0;
-      KV_UNROLL for (int half = 0; half < HALVES; ++half) {
-        const kv_u32x4 v = x[n][first + half];
-        b[half][n][0] = v.x;
-        b[half][n][1] = v.y;
-        b[half][n][2] = v.z;
-        b[half][n][3] = v.w;
-        kv_mma<IS_BFLOAT>(x_sum[n], ones, b[half][n]);
-        kv_mma<IS_BFLOAT>(x_sum[n], ones, b[half][n] + 2);
-      }
-    }
-    KV_UNROLL for (int h = 0; h < 2; ++h) {
-      float part[TILES][4];
-      KV_UNROLL for (int n = 0; n < TILES; ++n) KV_UNROLL for (int j = 0; j < 4; ++j) part[n][j] = 0;
-      KV_UNROLL for (int half = 0; half < HALVES; ++half) KV_UNROLL for (int step = 0; step < 2; ++step) {
-        kv_u32 a[4];
-        KV_UNROLL for (int j = 0; j < 4; ++j)
-          a[j] = kv_masked_or(words[h][(first + half) * 2 + j % 2] >> 4 * (step * 2 + j / 2), 0x000f000fu, large);
-        KV_UNROLL for (int n = 0; n < TILES; ++n) kv_mma<IS_BFLOAT>(part[n], a, b[half][n] + step * 2);
-      }
-      KV_UNROLL for (int side = 0; side < 2; ++side) {
-        const int at = (h * 16 + side * 8 + g) * STRIDE + first;
-        const float scale = kv_value<IS_BFLOAT>(scales[at]);
-        const float bias = kv_value<IS_BFLOAT>(biases[at]) - scale * LARGE;
-        KV_UNROLL for (int n = 0; n < TILES; ++n) KV_UNROLL for (int j = side * 2; j < side * 2 + 2; ++j)
-          sum[h][n][j] = kv_fma(scale, part[n][j], kv_fma(bias, x_sum[n][j], sum[h][n][j]));
-      }
-    }
-  }
-}
 
 // Two values of T in a word, each times a factor, rounded, times a weight, rounded: the norm of two inputs.
 template <typename T, bool IS_BFLOAT>
@@ -60,13 +12,15 @@ KV_FN kv_u32 kv_normed_pair(kv_u32 x, kv_u32 weight, float factor) {
   const float high = kv_rounded<T>(kv_value<IS_BFLOAT>(kv_u16(x >> 16)) * factor) * kv_value<IS_BFLOAT>(kv_u16(weight >> 16));
   return IS_BFLOAT ? kv_pair_of_bfloats(low, high) : kv_pair(low, high);
 }
-// Eight values, paired.
-KV_FN kv_u32x4 kv_paired_words(kv_u32 a, kv_u32 b, kv_u32 c, kv_u32 d) {
+// Eight values, paired or in order.
+template <bool IS_PAIRED>
+KV_FN kv_u32x4 kv_eight(kv_u32 a, kv_u32 b, kv_u32 c, kv_u32 d) {
+  if (!IS_PAIRED) return kv_u32x4{a, b, c, d};
   return kv_u32x4{(a & 0xffffu) | c << 16, a >> 16 | (c & 0xffff0000u), (b & 0xffffu) | d << 16, b >> 16 | (d & 0xffff0000u)};
 }
 
-// As kv_reduce by eight warps, to the bit, by one; results are paired.
-template <typename Out, int DIM>
+// As kv_reduce by eight warps, to the bit, by one.
+template <typename Out, int DIM, bool IS_PAIRED>
 KV_FN void kv_reduce_by_warp(const float* partial, int split_count, Out* out, int lane) {
   constexpr int EACH = (DIM + 31) / 32, STRIDE = DIM + 4;
   float highest = KV_NONE;
@@ -95,49 +49,9 @@ KV_FN void kv_reduce_by_warp(const float* partial, int split_count, Out* out, in
   KV_UNROLL for (int i = 0; i < EACH; ++i) {
     float sum = 0;
     KV_UNROLL for (int w = 0; w < 8; ++w) sum += mix[w][i];
-    if (i * 32 + lane < DIM) out[kv_paired(i * 32 + lane)] = Out(all > 0 ? sum / all : 0.0f);
+    if (i * 32 + lane < DIM) out[IS_PAIRED ? kv_paired(i * 32 + lane) : i * 32 + lane] = Out(all > 0 ? sum / all : 0.0f);
   }
-}
-
-// Of a stage: codes of 32 outputs, 64 inputs for each warp, then scales, then biases.
-template <int GROUP, int WARPS>
-KV_FN constexpr int kv_stage_units() {
-  return WARPS * KV_SLICE + 2 * 32 * (WARPS * 64 / GROUP);
 }
 
 // Where a pass begins: passes that run side by side are at different inputs, so that they read all channels of memory.
 KV_FN int kv_first_step(int pass, int steps) { return pass % steps; }
-
-// 32 outputs of all rows in `sums`, by warp: stages that are on their way come one after the other from `used` on, and
-// `begin` sends another. `x_at` gives a lane its part of a step's inputs; IS_AHEAD: a step ahead, as that takes long.
-template <bool IS_BFLOAT, int GROUP, int WARPS, int TILES, int STAGES, bool IS_AHEAD, typename X, typename Begin>
-KV_FN void kv_multiply_pass(int pass, int steps, const X& x_at, Begin& begin, const kv_u16* ring, const kv_u16*& used, float* sums,
-                            int warp, int lane) {
-  constexpr int STAGE = kv_stage_units<GROUP, WARPS>(), SCALES = WARPS * 64 / GROUP, ROWS = 8 * TILES;
-  float sum[2][TILES][4];
-  KV_UNROLL for (int i = 0; i < 2; ++i) KV_UNROLL for (int n = 0; n < TILES; ++n)
-    KV_UNROLL for (int j = 0; j < 4; ++j) sum[i][n][j] = 0;
-  kv_u32x4 now[TILES][2], next[TILES][2];
-  int at = kv_first_step(pass, steps);
-  if (IS_AHEAD) x_at(at, next);
-  KV_ROLLED for (int step = 0; step < steps; ++step) {
-    const int behind = at + 1 == steps ? 0 : at + 1;
-    if (IS_AHEAD) {
-      KV_UNROLL for (int n = 0; n < TILES; ++n) KV_UNROLL for (int half = 0; half < 2; ++half) now[n][half] = next[n][half];
-      if (step + 1 < steps) x_at(behind, next);
-    } else {
-      x_at(at, now);
-    }
-    kv_copies_done<STAGES - 2>();
-    kv_group_barrier();
-    begin();
-    const kv_u16* scales = used + WARPS * KV_SLICE + warp * 64 / GROUP;
-    kv_multiply_slice<IS_BFLOAT, GROUP, SCALES, TILES>(used + warp * KV_SLICE, now, scales, scales + 32 * SCALES, sum, lane);
-    used = used == ring + (STAGES - 1) * STAGE ? ring : used + STAGE;
-    at = behind;
-  }
-  const int g = lane / 4, t = lane % 4;
-  KV_UNROLL for (int i = 0; i < 2; ++i) KV_UNROLL for (int n = 0; n < TILES; ++n) KV_UNROLL for (int j = 0; j < 4; ++j)
-    sums[(warp * ROWS + n * 8 + 2 * t + j % 2) * KV_SUM_STRIDE + i * 16 + j / 2 * 8 + g] = sum[i][n][j];
-  kv_group_barrier();
-}

@@ -205,9 +205,10 @@ def test_a_choice_of_the_reference_takes_no_kernel(monkeypatch: pytest.MonkeyPat
 
 def test_whole_layers_are_taken_where_their_check_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "device_dialect", lambda: Dialect.CUDA)
-    monkeypatch.setattr(choice, "why_wrong_layers", lambda: "")
-    assert KernelChoice().takes_layers()
-    monkeypatch.setattr(choice, "why_wrong_layers", lambda: "a sum differs")
+    monkeypatch.setattr(choice, "why_wrong_layers", lambda **_: "")
+    assert KernelChoice().takes_layers(is_packed=True)
+    monkeypatch.setattr(choice, "why_wrong_layers", lambda *, is_packed: "" if is_packed else "a sum differs")
     kernels = KernelChoice()
-    assert not kernels.takes_layers()
+    assert kernels.takes_layers(is_packed=True)
+    assert not kernels.takes_layers(is_packed=False)
     assert kernels.has_failed

@@ -38,20 +38,20 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(whole_layer_check, "multiprocessors", lambda: 3)
 
 
-def model_of(whole: bool, kind: Any = llama, **changed: Any) -> Any:
-    model = normed(small(kind, 4, **{**SIZES, **changed}))
+def model_of(whole: bool, kind: Any = llama, bits: int = 4, **changed: Any) -> Any:
+    model = normed(small(kind, bits, **{**SIZES, **changed}))
     join_steps(model, whole=whole)
     return model
 
 
 def steps(
-    whole: bool, sequences: int, monkeypatch: pytest.MonkeyPatch, tried: bool = False
+    whole: bool, sequences: int, monkeypatch: pytest.MonkeyPatch, tried: bool = False, bits: int = 4
 ) -> tuple[list[mx.array], list[mx.array], int]:
     """Logits of some steps, the pages behind them, and how many layers were one kernel."""
     launched: list[int] = []
     plain = whole_layer
     monkeypatch.setattr(whole_layers, "whole_layer", lambda *given: launched.append(1) or plain(*given))
-    batch = batch_over_pages(model_of(whole), sequences, monkeypatch)
+    batch = batch_over_pages(model_of(whole, bits=bits), sequences, monkeypatch)
     logits = []
     for number in range(2):
         counts = [3, *[1] * (sequences - 1)] if tried else None
@@ -67,13 +67,13 @@ def are_near(found: mx.array, right: mx.array, most: float) -> bool:
 
 
 @pytest.mark.long(19)
-@pytest.mark.parametrize(("sequences", "tried"), [(1, False), (3, False), (2, True)])
+@pytest.mark.parametrize(("sequences", "tried", "bits"), [(1, False, 4), (3, False, 4), (2, True, 4), (2, True, 16)])
 def test_a_models_layers_are_one_kernel_each_and_its_logits_and_pages_stay_near(
-    sequences: int, tried: bool, monkeypatch: pytest.MonkeyPatch
+    sequences: int, tried: bool, bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens that are tried ahead are several rows of one sequence: each sees those before it, of the same step."""
-    found, pages, launched = steps(True, sequences, monkeypatch, tried)
-    right, right_pages, none = steps(False, sequences, monkeypatch, tried)
+    found, pages, launched = steps(True, sequences, monkeypatch, tried, bits)
+    right, right_pages, none = steps(False, sequences, monkeypatch, tried, bits)
     traced = 1 if mx.default_device() == mx.gpu else 2  # a GPU's second step replays the first one's graph
     assert (launched, none) == (2 * traced, 0)
     assert all(are_near(*pair, 0.02) for pair in zip(found, right, strict=True))
@@ -91,7 +91,8 @@ def layer(
     table = mx.where(scene.block_table < 0, 0, scene.block_table)
 
     def matrix(width: int, depth: int) -> Any:
-        return tuple(mx.quantize((mx.random.normal((width, depth)) / depth**0.5).astype(dtype), group, 4))
+        values = (mx.random.normal((width, depth)) / depth**0.5).astype(dtype)
+        return tuple(mx.quantize(values, group, 4)) if group else (values,)
 
     sizes = [(512, hidden), (128, hidden), (128, hidden), (hidden, 512), (1024, hidden), (1024, hidden), (hidden, 1024)]
     weights = whole_layers.LayerWeights(
@@ -127,6 +128,8 @@ def by_steps(x: mx.array, weights: Any, step: StepPages, group: int, monkeypatch
         ((1,), 32, "q8", 512),
         (range(1, 1 + MAX_ROWS), 128, "exact", 512),
         ((9, 600), 64, "k8v4", 1024),
+        ((5, 300, 257), 0, "q4", 512),
+        (range(1, 1 + MAX_ROWS), 0, "exact", 1024),
     ],
 )
 def test_a_layer_is_near_the_steps_alone_for_each_size_of_groups_and_format_of_pages(
@@ -146,9 +149,10 @@ def test_a_layer_is_near_the_steps_alone_for_each_size_of_groups_and_format_of_p
 
 
 @pytest.mark.long(5)
-def test_a_row_has_the_same_bits_beside_any_others_and_in_blocks_of_any_number() -> None:
+@pytest.mark.parametrize("group", [64, 0])
+def test_a_row_has_the_same_bits_beside_any_others_and_in_blocks_of_any_number(group: int) -> None:
     lengths = [1 + 37 * row for row in range(MAX_ROWS)]
-    x, weights, step = layer(lengths, mx.float16)
+    x, weights, step = layer(lengths, mx.float16, group)
     mx.eval(step.pages)
     all_rows = whole_layer(x, weights, step, whole_layers.multiprocessors())
     mx.eval(all_rows)
@@ -158,9 +162,9 @@ def test_a_row_has_the_same_bits_beside_any_others_and_in_blocks_of_any_number()
         assert mx.array_equal(found, all_rows[-rows:])
 
 
-def refused(change: Callable[[Any], Any], **changed: Any) -> bool:
+def refused(change: Callable[[Any], Any], bits: int = 4, **changed: Any) -> bool:
     """Whether no block of a changed model is computed whole."""
-    model = small(changed.pop("kind", llama), 4, **{**SIZES, **changed})
+    model = small(changed.pop("kind", llama), bits, **{**SIZES, **changed})
     change(model)
     join_steps(model, whole=True)
     return not any(hasattr(each, "whole") for each in model.layers)
@@ -168,6 +172,7 @@ def refused(change: Callable[[Any], Any], **changed: Any) -> bool:
 
 def test_blocks_of_another_kind_are_not_taken() -> None:
     assert not refused(lambda _: None)
+    assert not refused(lambda _: None, bits=16)
     assert refused(lambda _: None, kind=qwen3, **QWEN3), "norms of heads"
     assert refused(lambda _: None, attention_bias=True)
     assert refused(lambda _: None, rope_traditional=True)
@@ -178,10 +183,18 @@ def test_blocks_of_another_kind_are_not_taken() -> None:
 
     assert refused(eight_bits)
 
+    def some_packed(model: Any) -> None:
+        for each in model.layers:
+            each.mlp.down_proj = each.mlp.down_proj.to_quantized(64, 4)
+
+    assert refused(some_packed, bits=16)
+    assert refused(lambda model: model.set_dtype(mx.float32), bits=16)
+
 
 def test_rows_sizes_and_pages_that_do_not_fit_are_refused() -> None:
     sizes, pages = LayerSizes(4096, 14336, 32, 64), page_format("q4", 8, 128)
-    assert not any(why_not(sizes, slots, pages, mx.bfloat16) for slots in (1, MAX_ROWS))
+    for group in (64, 0):
+        assert not any(why_not(replace(sizes, group=group), slots, pages, mx.bfloat16) for slots in (1, MAX_ROWS))
     assert why_not(sizes, MAX_ROWS + 1, pages, mx.bfloat16) == "too many rows"
     assert why_not(sizes, 1, pages, mx.float16) == "pages of another type"
     assert why_not(sizes, 1, page_format("q4-rotated", 8, 128), mx.bfloat16)
@@ -219,7 +232,7 @@ def test_a_model_is_not_tried_for_whole_layers_while_another_has_them(monkeypatc
     monkeypatch.setattr(choice, "device_dialect", lambda: Dialect.CUDA)
     for name in ("why_wrong_products", "why_wrong_joined"):
         monkeypatch.setattr(choice, name, lambda: "")
-    monkeypatch.setattr(choice, "why_wrong_layers", lambda: tried.append(1) or "")
+    monkeypatch.setattr(choice, "why_wrong_layers", lambda **_: tried.append(1) or "")
     models = [small(qwen3, 4, **QWEN3), *(small(llama, 4) for _ in range(3))]
     for model, decodes, trials in zip(models, (True, False, True, True), (0, 0, 1, 1), strict=True):
         loading._take_own_operations(model, choice.KernelChoice(), decodes=decodes)
@@ -254,15 +267,19 @@ def test_a_device_that_processes_share_computes_no_whole_layers(
 @pytest.mark.parametrize(
     ("what", "by"),
     [
-        ("kv_grid_barrier(counters);", ""),
+        ("kv_copies_done<STAGES - 1>();", ""),
+        ("sum[h][n][j];\n  kv_group_barrier();", "sum[h][n][j];"),
+        ("  kv_grid_barrier(counters);\n  if (half == 0) {", "  if (half == 0) {"),
         ("float(own_places[row])", "float(own_places[row] + 1)"),
-        ("norm(h, norm_after", "norm(h, norm_in"),
+        ("brought(half ? norm_after : norm_in)", "brought(norm_in)"),
         ("kv_written();", "kv_written(); if (page == 0) ((kv_u16*)pages)[32 * (50 + warp) + kv_lane] = 0xffff;"),
     ],
 )
 def test_a_kernel_that_is_wrong_does_not_serve(what: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = layer_source()
-    assert what in source.source
-    wrong = replace(source, name=f"{source.name}w", source=source.source.replace(what, by, 1))
-    monkeypatch.setattr(whole_layers, "layer_source", lambda: wrong)
-    assert next(whole_layer_check.differences(), "")
+    is_packed = "STAGES" not in what and "sum[h]" not in what
+    source = layer_source(is_packed=is_packed)
+    assert what in source.source + source.header
+    body, header = source.source.replace(what, by, 1), source.header.replace(what, by, 1)
+    wrong = replace(source, name=f"{source.name}w", source=body, header=header)
+    monkeypatch.setattr(whole_layers, "layer_source", lambda **_: wrong)
+    assert next(whole_layer_check.differences(is_packed=is_packed), "")
