@@ -23,6 +23,7 @@ from inference_svc.engine.scheduling.step_costs import StepCosts
 from inference_svc.engine.scheduling.urgency import Urgency
 
 _BETWEEN = 0.05  # of a gap: events and letters between two cells
+_SPREAD = 0.1  # of a pass: the longest ones of a crowd take so much more than was learned
 _ABSENCE = 4  # a namespace that comes back waits for a step that takes so small a part of the time it was away
 
 
@@ -187,7 +188,7 @@ class StepSchedule(Generic[TurnT]):
         """
         gap_s = min((self._gap_s(turn, prompts, urgency) for turn in decoding), default=math.inf)
         step_s = self._costs.step_s or 0.0
-        return max(gap_s - step_s, min(gap_s, self._rules.stalled_steps * step_s))
+        return max((gap_s - step_s) * (1 - _SPREAD), min(gap_s, self._rules.stalled_steps * step_s))
 
     def _gap_s(self, turn: TurnT, prompts: Namespace, urgency: Urgency[TurnT]) -> float:
         """How long a decoding turn waits for a namespace's prompts. A shorter gap than that of the rules slows prompts,

@@ -15,6 +15,7 @@ BUILD_S, ENQUEUE_S = 0.008, 0.010  # by the processor, of a cell that keeps no g
 KEPT_S = 0.006  # of one that does, as all beside streams that may share a pass
 CELL = 2_048
 GPU = Rules(cell_tokens=CELL, least_tokens=128, shared_pass=SharedPass(64, CELL))
+LONGER = replace(GPU, longest_gap_s=0.055)  # 43 ms for a pass beside steps of 7, as much as 1,280 tokens take
 EVEN_S = 0.016  # at most, between the times of two lengths of a pass, which are learned as a line
 PASS_MS = (16.5, 23.0, 27.5, 35.0, 43.5, 51.0, 57.5, 64.0)  # of 256 tokens, 512 and so on, as measured
 
@@ -34,6 +35,7 @@ class Gpu(World):
     step_s: float = 0.007
     compile_s: float = 0.0  # of each pass besides
     kept_s: float = KEPT_S
+    more: float = 0.0  # by which every fifth pass takes longer
 
     def step(self) -> None:
         self.steps += 1
@@ -56,7 +58,9 @@ class Gpu(World):
         while grant := self.scheduler.grant(self.now - began_s, is_behind_step=bool(self.launched)):
             grants, is_kept = grants + 1, grant.tokens <= 256 or bool(self.rules.shared_pass and decoding)
             self.now += 0.001 if is_kept else BUILD_S
-            self.free_s = max(self.free_s, self.now + 0.001) + cell_s(grant.tokens) + self.compile_s
+            longer = self.more if len(self.passes) % 5 == 4 else 0.0
+            took_s = cell_s(grant.tokens) * (1 + longer) + self.compile_s
+            self.free_s = max(self.free_s, self.now + 0.001) + took_s
             there_s = self.free_s
             self.now += self.kept_s if is_kept else ENQUEUE_S
             self.read(len(self.launched))
@@ -97,14 +101,14 @@ def crowd(count: int, tokens: int, reply: int = 256, rules: Rules = GPU, **costs
 
 
 @pytest.mark.parametrize("count", [8, 16])
-def test_streams_make_a_crowds_prompts_take_two_fifths_longer_at_most(count: int) -> None:
+def test_streams_make_a_crowds_prompts_take_half_longer_at_most(count: int) -> None:
     """The prompts' last tokens, a few behind an edge of the grid, are no pass of their own."""
     _, last_first_s = crowd(count, CELL + 20)
-    assert last_first_s <= 1.41 * count * cell_s(CELL + 20)
+    assert last_first_s <= 1.49 * count * cell_s(CELL + 20)
 
 
 def test_a_prompt_is_not_cut_to_the_rest_of_a_step() -> None:
-    world, _ = crowd(8, 1_500, rules=replace(GPU, shared_pass=None))
+    world, _ = crowd(8, 1_500, rules=replace(LONGER, shared_pass=None))
     sizes = [cell.size for each in world.passes[-4:] for cell in each]
     assert sizes[0] + sizes[1] == sizes[2] + sizes[3] == 1_500
     assert min(sizes) >= 476
@@ -112,13 +116,13 @@ def test_a_prompt_is_not_cut_to_the_rest_of_a_step() -> None:
 
 def test_where_no_pass_is_shared_a_prompts_last_tokens_go_along() -> None:
     """They are 20 behind a pass that fits."""
-    _, last_first_s = crowd(16, 1_044, rules=replace(GPU, shared_pass=None))
+    _, last_first_s = crowd(16, 1_044, rules=replace(LONGER, shared_pass=None))
     assert last_first_s <= 1.6 * 16 * cell_s(1_044)
 
 
 def test_a_lone_prompts_last_tokens_go_along_beside_streams() -> None:
     """It has no other cell to share a pass with: two passes, of 768 tokens and of 32, took 16 ms longer."""
-    world = Gpu(rules=GPU)
+    world = Gpu(rules=LONGER)
     world.submit(Job(CELL, 24))
     world.run()
     streams, job = [Job(200, 60) for _ in range(4)], Job(800, 1, cell_tokens=CELL)
@@ -135,8 +139,14 @@ def test_a_crowds_passes_cost_no_tokens_that_they_have_not() -> None:
     world, last_first_s = crowd(16, CELL)
     sizes = {sum(cell.size for cell in cells) for cells in world.passes[1:]}
     assert {size % 256 for size in sizes} == {0}
-    assert last_first_s <= 1.4
+    assert last_first_s <= 1.44
     assert max(world.gaps) <= GPU.longest_gap_s
+
+
+@pytest.mark.parametrize("count", [8, 16, 32])
+def test_a_pass_that_takes_longer_than_was_learned_keeps_its_streams_gap_and_a_step(count: int) -> None:
+    world, _ = crowd(count, CELL, more=0.2, step_s=0.005)
+    assert max(world.gaps) <= GPU.longest_gap_s + world.step_s
 
 
 @example(3, 4_294, 0.003)
