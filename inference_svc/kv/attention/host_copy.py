@@ -75,6 +75,14 @@ def may_send() -> bool:
     return not copies_itself() or _landings().has_room
 
 
+def make_room() -> None:
+    """Give this thread's landings their memory now: a first restore's files would wait for it."""
+    if copies_itself():
+        for landing in [_landings().take(0) for _ in range(_LANDINGS)]:
+            if landing is not None:
+                _landings().give_back(landing)
+
+
 def drop_room() -> None:
     """Free the memory of this thread's landings that are not in use."""
     _landings().drop_free()

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from mlx_lm.utils import load_tokenizer
 from transformers.utils import chat_template_utils
 
 from inference_svc import warming
+from inference_svc.engine import engine_worker
 from inference_svc.engine.api import Ended, Event, Listener, TurnPlan
 from inference_svc.engine.engine import Engine, TurnHandle
 from inference_svc.engine.engine_worker import EngineWorker
@@ -58,6 +60,16 @@ def test_a_warm_engine_has_computed_and_holds_nothing(
         assert Driver(engine).turn((5, 6, 7), **_DRAWN).state.token_ids == before, "a seed draws what it drew"
     finally:
         engine.close()
+
+
+def test_room_for_files_is_made_with_the_engine_on_its_thread(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(engine_worker, "make_room", lambda: threads.append(threading.current_thread()))
+    Engine.open(model_dir, cache_dir=tmp_path, memory_budget_bytes=BUDGET).close()
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()
 
 
 def test_a_memory_is_copied_for_the_store_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,13 @@ def test_copies_are_made_by_the_driver_that_their_threads_began_with(
     assert all(arrived(each) for each in sent)
 
 
+def test_the_first_rows_get_room_that_was_made_before(driver: PlayedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    host_copy.make_room()
+    monkeypatch.setattr(host_copy.mx, "zeros", lambda *_, **__: pytest.fail("room was made for rows"))
+    held = [host_copy.send(rows_of(seed)) for seed in range(3)]
+    assert [each.comes_by_itself and arrived(each) for each in held] == [True] * 3
+
+
 def test_room_is_not_used_again_before_its_readers_are_there(driver: PlayedDriver) -> None:
     """A reader that is enqueued, and not evaluated, sees the rows that it was enqueued with."""
     sums = []
