@@ -159,7 +159,8 @@ def _take_own_operations(model: Module, kernels: KernelChoice, *, decodes: bool 
         if kernels.joins_steps():
             # Claimed first: the check's launches, too, must have no other model's beside them.
             may_have = decodes and has_llamas_blocks(model) and may_have_whole_layers(model)
-            join_steps(model, whole=may_have and claim(model) and kernels.takes_layers(is_packed=has_packed(model)))
+            whole = may_have and claim(model) and kernels.takes_layers(is_packed=has_packed(model))
+            join_steps(model, whole=whole, attends=decodes and kernels.takes_layers(is_packed=None))
 
 
 @contextmanager

@@ -111,6 +111,10 @@ KV_FN void kv_mma(float* c, const kv_u32* a, const kv_u32* b) {
 KV_FN float kv_fma(float a, float b, float c) { return std::fma(a, b, c); }
 KV_FN float kv_cosine(float x) { return cosf(x); }
 KV_FN float kv_sine(float x) { return sinf(x); }
+struct KvTurn {
+  float cosine, sine;
+};
+KV_FN KvTurn kv_turn(float angle) { return KvTurn{cosf(angle), sinf(angle)}; }
 KV_FN float kv_inverse_root(float x) { return 1 / sqrtf(x); }
 template <int WARPS>
 KV_FN void kv_part_barrier() {

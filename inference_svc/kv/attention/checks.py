@@ -14,7 +14,7 @@ from inference_svc.kv.attention.in_place import append_rows, gathered_values, st
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.reference import LayerPages, Scoring, reference_attention
 from inference_svc.kv.codec import SCALE_TYPES, Codec, EncodedRows, ExactCodec, QuantizedCodec, RotatedCodec
-from inference_svc.kv.model_hooks import whole_layer_check
+from inference_svc.kv.model_hooks import step_attention_check, whole_layer_check
 from inference_svc.kv.model_hooks.few_rows import few_rows
 from inference_svc.kv.page import PAGE_TOKENS, PageFormat, RowFormat
 from inference_svc.kv.pages.page_rows import UNIT, pages_of_rows
@@ -87,6 +87,11 @@ def why_wrong_joined() -> str:
 def why_wrong_layers(*, is_packed: bool) -> str:
     """As `why_wrong_products`, of whole layers with weights of 4 or of 16 bits."""
     return _first(partial(whole_layer_check.differences, is_packed=is_packed))
+
+
+def why_wrong_steps() -> str:
+    """As `why_wrong_products`, of a step's attention."""
+    return _first(step_attention_check.differences)
 
 
 def _few_integers() -> tuple[mx.array, list[tuple[mx.array, ...]], mx.array]:

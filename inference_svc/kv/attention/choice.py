@@ -17,6 +17,7 @@ from inference_svc.kv.attention.checks import (
     why_wrong_joined,
     why_wrong_layers,
     why_wrong_products,
+    why_wrong_steps,
     why_wrong_tiles,
     why_wrong_windows,
 )
@@ -110,10 +111,12 @@ class KernelChoice:
         """Whether that kernel also does the steps between a model's products."""
         return self._has_few_rows and not self._recorded("joined products", why_wrong_joined, _FEW_ROWS)
 
-    def takes_layers(self, *, is_packed: bool) -> bool:
-        """Whether one kernel computes a block of a model whole, for few rows and weights of 4 or of 16 bits: called
-        where `joins_steps` was true.
+    def takes_layers(self, *, is_packed: bool | None) -> bool:
+        """Whether one kernel computes a block of a model whole, for few rows and weights of 4 or of 16 bits; None: of
+        any weights, a step's attention alone. Called where `joins_steps` was true.
         """
+        if is_packed is None:
+            return not self._recorded("attention of steps", why_wrong_steps, _FEW_ROWS)
         return not self._recorded("whole layers", partial(why_wrong_layers, is_packed=is_packed), _FEW_ROWS)
 
     def chosen(self, identity: identity_pb2.KvIdentity, dtype: mx.Dtype, *, reads_pages: bool) -> Chosen:

@@ -18,6 +18,7 @@ from mlx_lm.models import activations
 
 from inference_svc.kv.batch.fused_layer import FusedLayer
 from inference_svc.kv.model_hooks import attention_hook
+from inference_svc.kv.model_hooks.step_attention import step_attention_of
 from inference_svc.kv.model_hooks.whole_layers import whole_layer_of
 
 _GATED = "self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))"
@@ -54,9 +55,10 @@ _ATTENTIONS = (
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
-def join_steps(model: Module, *, whole: bool = False) -> None:
+def join_steps(model: Module, *, whole: bool = False, attends: bool = False) -> None:
     """Let the blocks of a model whose products are `few_rows`' take less kernels. Their sums keep their bits.
-    `whole`: of few rows each block may be one kernel, whose sums have another order.
+    `whole`: of few rows each block may be one kernel, whose sums have another order. `attends`: a step's attention may
+    be one.
     """
     modules: Any = model
     shared: dict[Any, mx.array] = {}
@@ -72,6 +74,8 @@ def join_steps(model: Module, *, whole: bool = False) -> None:
                     last.keeps_last = True
             module.__class__ = with_call(kind, _block_call)
         elif _source(kind) in _ATTENTIONS and attention_hook.is_hooked(sys.modules[kind.__module__]):
+            if attends and (step := step_attention_of(module, shared)) is not None:
+                module.step = step
             module.__class__ = with_call(kind, _attention_call)
 
 
@@ -99,6 +103,10 @@ def _attention_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None)
     queries, keys, values = joint.heads(x, (self.n_heads, self.n_kv_heads, self.n_kv_heads))
     if "q_norm" in self:
         queries, keys = self.q_norm(queries), self.k_norm(keys)
+    step = getattr(self, "step", None)
+    attended = None if step is None or mask is not None else step.result(queries, keys, values, cache)
+    if attended is not None:
+        return self.o_proj(attended)  # type: ignore[no-any-return]
     queries, keys = self.rope(queries, offset=cache.offset), self.rope(keys, offset=cache.offset)
     cache.update_and_fetch(keys, values)
     return self.o_proj(cache.attend(queries, self.scale, mask, None, is_flat=True))  # type: ignore[no-any-return]

@@ -164,6 +164,17 @@ def few_rows_source(count: int, *, is_packed: bool, is_gated: bool = False, adds
 
 
 @cache
+def attend_source() -> KernelSource:
+    """New tokens' queries and keys are rotated, their rows written to pages, and splits mixed and made results, of CUDA
+    alone; blocks that mix splits of one query meet at `counters`.
+    """
+    inputs = "queries", "keys", "values", "frequencies", "pages", "block_table", "places", "settings", "counters"
+    parts = CUDA_INSTRUCTIONS, "rows.h", "quantize.h", "reduce.h", "attend.h", "tile.h", "matrices.h"
+    header, written = _header(Dialect.CUDA, *parts), ("pages", "counters")
+    return _source(Dialect.CUDA, "attend", header, inputs, ("out", "partial"), written_inputs=written)
+
+
+@cache
 def layer_source(*, is_packed: bool) -> KernelSource:
     """A decoding layer whole, with weights of 4 or of 16 bits, of CUDA alone; by `scratch` its steps give results to
     each other.

@@ -93,6 +93,15 @@ KV_FN float kv_fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 KV_FN float kv_cosine(float x) { return cosf(x); }
 KV_FN float kv_sine(float x) { return sinf(x); }
 KV_FN float kv_inverse_root(float x) { return rsqrtf(x); }
+struct KvTurn {
+  float cosine, sine;
+};
+// No part of the code around it, which most blocks go through once.
+__device__ __noinline__ KvTurn kv_turn(float angle) {
+  KvTurn turn;
+  sincosf(angle, &turn.sine, &turn.cosine);
+  return turn;
+}
 
 // For so many warps of a block.
 template <int WARPS>

@@ -81,16 +81,21 @@ struct KvQueries {
   KV_CONST int WORDS = (SUMS + TILES * 8 * K::GROUPS + 3) / 4 * 4;
 };
 
+// A lane's values of a query.
+template <int DIM, typename Query>
+KV_FN void kv_query_values(const Query* query, float* values, int lane) {
+  KV_UNROLL for (int i = 0; i < (DIM + 31) / 32; ++i)
+    values[i] = i * 32 + lane < DIM ? float(query[i * 32 + lane]) : 0.0f;
+}
+
 // Write one query: halves of its greatest power of two, which is given back in its factor; or bfloats as they are.
-template <typename Query, typename K, int TILES, bool TO_BFLOAT>
-KV_FN void kv_write_query(const Query* query, int row, float scale, kv_u32* words, int lane) {
+template <typename K, int TILES, bool TO_BFLOAT, typename Query>
+KV_FN void kv_write_query(Query query, int row, float scale, kv_u32* words, int lane) {
   using Q = KvQueries<K, TILES>;
   constexpr int EACH = (K::DIM + 31) / 32;
   float values[EACH], greatest = 0;
-  KV_UNROLL for (int i = 0; i < EACH; ++i) {
-    values[i] = i * 32 + lane < K::DIM ? float(query[i * 32 + lane]) : 0.0f;
-    greatest = fmaxf(greatest, fabsf(values[i]));
-  }
+  kv_query_values<K::DIM>(query, values, lane);
+  KV_UNROLL for (int i = 0; i < EACH; ++i) greatest = fmaxf(greatest, fabsf(values[i]));
   kv_u32 power = kv_to_bits(kv_warp_max(greatest)) & 0x7f800000u;
   power = TO_BFLOAT || power < 0x01000000u || power > 0x7e000000u ? 0x3f800000u : power;
   const float shrink = kv_from_bits(0x7f000000u - power);
@@ -127,8 +132,9 @@ KV_FN void kv_write_query(const Query* query, int row, float scale, kv_u32* word
   }
 }
 
-template <typename Query, typename K, typename V, bool IS_BFLOAT, int TILES, int WARPS, int SPAN, int TILE>
-KV_FN void kv_split_by_matrices(const Query* queries, const kv_u16* page, int head, int first_token, int length,
+// `queries`: where they lie, or what gives them (attend.h).
+template <typename Query, typename K, typename V, bool IS_BFLOAT, int TILES, int WARPS, int SPAN, int TILE, typename Queries>
+KV_FN void kv_split_by_matrices(Queries queries, const kv_u16* page, int head, int first_token, int length,
                                 int query_count, int first_row, int row_count, float scale, int window,
                                 float* partial, int row_stride, int warp, int lane, float* shared) {
   constexpr int HALVES = TILE / 16, COLUMNS = 8 * TILES;
@@ -160,7 +166,7 @@ KV_FN void kv_split_by_matrices(const Query* queries, const kv_u16* page, int he
 
   // The queries become fragments while the first tile comes.
   KV_ROLLED for (int row = warp; row < row_count; row += WARPS)
-    kv_write_query<Query, K, TILES, K_BFLOAT>(queries + row * K::DIM, row, scale * KV_LOG2E, query_words, lane);
+    kv_write_query<K, TILES, K_BFLOAT>(queries + row * K::DIM, row, scale * KV_LOG2E, query_words, lane);
   kv_group_barrier();
   KV_UNROLL for (int n = 0; n < TILES; ++n) {
     const kv_u32x4* mine = (const kv_u32x4*)(query_words + (n * 32 + lane) * Q::STRIDE);

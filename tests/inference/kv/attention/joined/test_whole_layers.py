@@ -230,7 +230,7 @@ def test_a_model_is_not_tried_for_whole_layers_while_another_has_them(monkeypatc
     monkeypatch.setattr(loading, "device", lambda: "cuda")
     monkeypatch.setattr(loading, "may_have_whole_layers", lambda _: True)
     monkeypatch.setattr(choice, "device_dialect", lambda: Dialect.CUDA)
-    for name in ("why_wrong_products", "why_wrong_joined"):
+    for name in ("why_wrong_products", "why_wrong_joined", "why_wrong_steps"):
         monkeypatch.setattr(choice, name, lambda: "")
     monkeypatch.setattr(choice, "why_wrong_layers", lambda **_: tried.append(1) or "")
     models = [small(qwen3, 4, **QWEN3), *(small(llama, 4) for _ in range(3))]

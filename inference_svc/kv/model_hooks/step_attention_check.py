@@ -1,0 +1,65 @@
+"""Checks the kernel of a step's attention by its results, beside operations and the kernels of single steps."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import mlx.core as mx
+from kvasir.cachestore.v1 import identity_pb2
+
+from inference_svc.kv.attention.in_place import append_rows
+from inference_svc.kv.attention.kernels import Dialect
+from inference_svc.kv.attention.reference import Scoring, reference_attention
+from inference_svc.kv.batch.fused_layer import StepPages
+from inference_svc.kv.model_hooks.step_attention import NewTokens, Rotation, new_counters, step_attention
+from inference_svc.kv.page import PAGE_TOKENS, PageFormat, RowFormat
+
+_ROWS = RowFormat(2, 128, 4, 64)
+_FORMAT = PageFormat(_ROWS, _ROWS, identity_pb2.SCALE_TYPE_BFLOAT16)
+_HEADS = 4
+_BLOCKS = (2, 0)  # the pages of all rows: each sees those before it, on both sides of a block's border
+_PLACES = (PAGE_TOKENS + 1, PAGE_TOKENS - 1, PAGE_TOKENS - 3, -1)  # the last first: its blocks write all of them
+_TOLERANCE = 0.03
+_OTHER_UNITS = 2e-4  # of all of the pages': new rows whose sums were rounded otherwise
+
+
+def differences() -> Iterator[str]:
+    """The faults that are found."""
+    table, places = mx.array([_BLOCKS] * len(_PLACES), mx.int32), mx.array(_PLACES, mx.int32)
+    step = StepPages(_pages(), _FORMAT, table, places)
+    before = replace(step, pages=mx.array(step.pages))
+    mx.eval(before.pages)  # a copy of them as they are before the kernel writes
+    new = NewTokens(*(_random(len(_PLACES), heads, seed=heads + seed) for seed, heads in enumerate((_HEADS, 2, 2))))
+    rotation = Rotation(1 / (1 + mx.arange(_ROWS.dim // 2, dtype=mx.float32) ** 2), new_counters())
+    found = step_attention(new, step, rotation, _ROWS.dim**-0.5)
+    mx.eval(found)
+    right = _by_steps(new, before, rotation)
+    if not (mx.abs(found - right).max() <= _TOLERANCE * mx.abs(right).max()).item():
+        yield "attention of a step differs from the reference"
+    if not (mx.mean(step.pages != before.pages) <= _OTHER_UNITS).item():
+        yield "a step's rows are written differently from the reference"
+
+
+def _by_steps(new: NewTokens, step: StepPages, rotation: Rotation) -> mx.array:
+    queries, keys = (_turned(each, step.places, rotation) for each in (new.queries, new.keys))
+    stored = append_rows(keys, new.values, step, step.places, Dialect.CUDA)
+    attended = reference_attention(queries, step, stored, Scoring(_ROWS.dim**-0.5))
+    return attended.reshape(len(_PLACES), 1, -1)
+
+
+def _turned(given: mx.array, places: mx.array, rotation: Rotation) -> mx.array:
+    angles = places[:, None, None, None] * rotation.frequencies
+    cosine, sine = mx.cos(angles), mx.sin(angles)
+    left, right = mx.split(given.astype(mx.float32), 2, axis=-1)
+    turned = mx.concatenate([left * cosine - right * sine, left * sine + right * cosine], axis=-1)
+    return turned.astype(given.dtype)
+
+
+def _pages() -> mx.array:
+    """Of scales and biases below two, which random bits are not."""
+    made = mx.random.randint(0, 0x4000, (max(_BLOCKS) + 1, _FORMAT.units), key=mx.random.key(6)).astype(mx.uint16)
+    mx.eval(made)
+    return made
+
+
+def _random(rows: int, heads: int, seed: int) -> mx.array:
+    return mx.random.normal((rows, heads, 1, _ROWS.dim), key=mx.random.key(seed)).astype(mx.bfloat16)
