@@ -95,17 +95,26 @@ class FileReading:
             self._end()
 
     def _end(self) -> None:
-        if self._file is not None:
-            self._file.close()
         if not self.data.set_running_or_notify_cancel():
+            self._close()
             return
+        try:
+            self.data.set_result(self._verified())
+        except Exception as error:  # noqa: BLE001 - as above
+            self.data.set_exception(error)
+
+    def _verified(self) -> memoryview | None:
+        self._close()
         data, self._bytes = self._bytes, memoryview(b"")
         if isinstance(self._error, OSError):
-            self.data.set_result(None)
-        elif self._error is not None:
-            self.data.set_exception(self._error)
-        else:
-            self.data.set_result(data.toreadonly() if Digest.of(data) == self._digest else None)
+            return None
+        if self._error is not None:
+            raise self._error
+        return data.toreadonly() if Digest.of(data) == self._digest else None
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
 
 
 def is_file_cached(path: Path, size_bytes: int) -> bool:

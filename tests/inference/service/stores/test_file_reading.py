@@ -123,6 +123,19 @@ def test_an_error_of_one_piece_reaches_the_reader_and_the_rest_is_not_read(
         os.fstat(descriptor)
 
 
+def test_a_hash_that_fails_is_an_error_of_the_reader(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> Digest:
+        raise MemoryError
+
+    threads, may_begin = OrderedThreads(1), Event()
+    threads.submit(-1, 0, partial(waits, may_begin))
+    reading = begun(path, threads)
+    monkeypatch.setattr(Digest, "of", fail)
+    may_begin.set()
+    with pytest.raises(MemoryError):
+        reading.data.result(10)
+
+
 def test_nothing_is_read_of_a_file_that_nobody_waits_for_any_more(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads, may_begin, ended = OrderedThreads(1), Event(), Event()
     monkeypatch.setattr(os, "preadv", lambda *_: pytest.fail("it was read"))
