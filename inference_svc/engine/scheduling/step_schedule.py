@@ -183,8 +183,8 @@ class StepSchedule(Generic[TurnT]):
         return self._costs.tokens_within(left_s, position) or 0
 
     def _budget_s(self, decoding: Collection[TurnT], prompts: Namespace, urgency: Urgency[TurnT]) -> float:
-        """Seconds for a namespace's prompts and loads beside decoding: as long as the shortest gap of these turns
-        lasts; infinite if there are none.
+        """Seconds for a namespace's prompts and loads beside decoding: nearly as long as the shortest gap of these
+        turns lasts; infinite if there are none.
         """
         gap_s = min((self._gap_s(turn, prompts, urgency) for turn in decoding), default=math.inf)
         step_s = self._costs.step_s or 0.0

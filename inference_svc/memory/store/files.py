@@ -54,7 +54,7 @@ class StoreFiles:
         self._expected: dict[Digest, _Expected] = {}
 
     def make_ready(self, file_bytes: int) -> None:
-        """Prepare memory for the first files of such a size that are read. Blocks for up to a tenth of a second."""
+        """Prepare memory for the first files of such a size that are read. Blocks for up to a fifth of a second."""
         self._memory.make_ready(file_bytes, machine_bytes() // _READY_PART)
 
     def expect(self, digests: Sequence[Digest], room: SharedRoom) -> None:
