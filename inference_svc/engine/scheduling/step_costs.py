@@ -3,8 +3,8 @@
 Pure: callers pass in the time. A token of a prompt costs more the deeper it lies, because it attends to more; so passes
 are remembered by how often their position doubles. A pass costs something whatever its tokens are: on a GPU 128 of them
 take half as long as 1,024. If tokens alone counted, a few short passes would make the next ones short for ever. So they
-would if a depth knew short ones alone: lengths that it has not seen are taken from the nearest depth that has, where
-each token costs less by so much as those of its own passes cost more.
+would if a depth knew short ones alone: lengths that it has not seen are taken from the nearest depth that has, with
+so many seconds more for each token, or of a greater depth less, as those of its own passes show.
 """
 
 import math
@@ -29,7 +29,7 @@ class _PassLine:
     @classmethod
     def through(cls, passes: Collection[tuple[int, float]]) -> "_PassLine":
         """By medians over all pairs (Theil and Sen). From passes of one length nothing is fixed."""
-        average_s, longest = median_low(took_s / tokens for tokens, took_s in passes), max(passes)[0]
+        average_s, longest = _each_s(passes, 0.0), max(passes)[0]
         slopes = [
             (many_s - few_s) / (many - few) for few, few_s in passes for many, many_s in passes if many - few >= _APART
         ]
@@ -38,14 +38,11 @@ class _PassLine:
         has_told = each_s > 0 and fixed_s > 0
         return cls(fixed_s, each_s, longest) if has_told else cls(0.0, average_s, longest)
 
-    def took_s(self, tokens: int) -> float:
-        return self.fixed_s + self.each_s * tokens
-
     def tokens_within(self, seconds: float) -> int:
         """Beyond the longest pass a token costs the mean of the line's seconds and of those of that pass's tokens, the
         fixed ones included: passes of nearly one length make a line too flat as often as too steep.
         """
-        longest_s = self.took_s(self.longest)
+        longest_s = self.fixed_s + self.each_s * self.longest
         if seconds > longest_s:
             return self.longest + _within(seconds - longest_s, (self.each_s + longest_s / self.longest) / 2)
         return _within(seconds - self.fixed_s, self.each_s)
@@ -113,17 +110,28 @@ class StepCosts:
             passes, lengths = list[tuple[int, float]](), set[int]()  # the bits of their tokens
             for known in depths:
                 new = [each for each in self._passes[known] if each[0].bit_length() not in lengths]
-                more_s = _more_s(self._passes[nearest], self._passes[known]) if new and known != nearest else 0.0
-                passes += [(tokens, took_s + more_s * tokens) for tokens, took_s in new]
+                if new:
+                    more_s = _more_s(self._passes[nearest], self._passes[known])
+                    more_s = max(0.0, more_s) if known < nearest else min(0.0, more_s)  # deeper tokens cost no less
+                    passes += [(tokens, took_s + more_s * tokens) for tokens, took_s in new]
                 lengths |= {tokens.bit_length() for tokens, _ in new}
             self._lines[depth] = _PassLine.through(passes)
         return self._lines[depth]
 
 
 def _more_s(passes: Collection[tuple[int, float]], others: Collection[tuple[int, float]]) -> float:
-    """Seconds that a token of these passes takes more than one of another depth's."""
-    line = _PassLine.through(others)
-    return max(0.0, median_low((took_s - line.took_s(tokens)) / tokens for tokens, took_s in passes))
+    """Seconds that a token of these passes takes more than one of another depth's. The fixed seconds are alike: the
+    others' where they are known, else a quarter of the shortest pass, or a few short ones would seem to have dear
+    tokens. Where a token takes less, a tenth of the cheapest is left: no pass costs nothing.
+    """
+    least_s = min(took_s for _, took_s in passes)
+    fixed_s = min(_PassLine.through(others).fixed_s or least_s / 4, 0.9 * least_s)
+    more_s = _each_s(passes, fixed_s) - _each_s(others, fixed_s)
+    return max(more_s, -0.9 * min(took_s / tokens for tokens, took_s in others))
+
+
+def _each_s(passes: Collection[tuple[int, float]], fixed_s: float) -> float:
+    return median_low((took_s - fixed_s) / tokens for tokens, took_s in passes)
 
 
 def _within(seconds: float, each_s: float) -> int:

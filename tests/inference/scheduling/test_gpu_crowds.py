@@ -161,6 +161,12 @@ def test_a_crowds_streams_wait_no_longer_than_their_gap_and_a_step(count: int, t
     assert max(world.gaps) <= longest_s + EVEN_S
 
 
+def test_passes_of_second_cells_are_not_taken_for_cheaper_than_those_of_their_first() -> None:
+    """Deeper tokens cost no less: a pass of 70 ms came of short ones that had been quick."""
+    world, _ = crowd(16, 3_000)
+    assert max(world.gaps) <= GPU.longest_gap_s + world.step_s
+
+
 @dataclass
 class _Replies(Gpu):
     times_s: dict[Job, list[float]] = field(default_factory=lambda: defaultdict(list))

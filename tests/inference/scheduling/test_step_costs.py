@@ -18,6 +18,8 @@ from tests.made_models.sampling import sampled
 STEP_S = 0.005
 LONG = 32_768
 CELL = 2_048
+CELLS = [(at, CELL) for at in range(0, LONG, CELL)]
+DEEP_CELLS = [(4 * LONG + at, CELL) for at, _ in CELLS]
 GAP_S = 2.25 * STEP_S
 GPU = Rules(cell_tokens=CELL, least_tokens=256, longest_gap_s=GAP_S)
 
@@ -302,14 +304,16 @@ def test_a_deep_prompts_first_passes_are_too_long_once() -> None:
     assert 0.03 < min(took[-5:]) <= max(took[-5:]) < 0.05
 
 
+@example((0.007, 12.5e-6, 1.7e-9), DEEP_CELLS, 2_048, Random(0))
+@example((0.0195, 5e-6, 1e-9), DEEP_CELLS, LONG, Random(0))
 @given(
     st.tuples(st.floats(0, 0.02), st.floats(5e-6, 40e-6), st.floats(1e-10, 2e-9)),
-    st.sampled_from([[(0, 128), (0, 512), (0, 1_024), (0, 2_048)], [(at, 2_048) for at in range(0, LONG, 2_048)]]),
-    st.sampled_from([LONG, 65_536, 100_000, 131_072]),
+    st.sampled_from([[(0, 128), (0, 512), (0, 1_024), CELLS[0]], CELLS, DEEP_CELLS]),
+    st.sampled_from([2_048, LONG, 65_536, 100_000, 131_072]),
     st.builds(Random, st.integers(0, 1 << 32)),
 )
 @settings(max_examples=sampled(60, of=2_000), deadline=None)
-def test_deep_passes_soon_take_the_time_they_have_whatever_other_depths_know(
+def test_passes_soon_take_the_time_they_have_whatever_other_depths_know(
     seconds: tuple[float, float, float], known: list[tuple[int, int]], position: int, noise: Random
 ) -> None:
     """By passes of other depths, as many times as long, sizes swung between 128 and 512 tokens at 128 K, and every
