@@ -2,6 +2,7 @@
 
 import io
 import shutil
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -284,8 +285,11 @@ def test_wrong_usage_ends_with_2(cli: Cli) -> None:
     assert cli.done("--version", "--json").value == {"kvasir": kvasir.__version__}
 
 
-def test_what_the_system_or_a_bug_refuses_is_one_line(cli: Cli, ada: SyntheticAgent, tmp_path: Path) -> None:
+def test_what_the_system_or_a_bug_refuses_is_one_line(
+    cli: Cli, ada: SyntheticAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """(`Cli` sees to it that no trace is printed.)"""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a trace that tests leave elsewhere is of a real fault
     file = tmp_path / "file"
     file.write_text("")
     for command, code in (
