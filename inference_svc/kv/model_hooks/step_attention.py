@@ -80,10 +80,9 @@ class StepAttention:
         step, dtype = cache.step_pages(), queries.dtype
         if step is None or queries.shape[0] > MAX_ROWS or step.block_table.shape[1] > _MOST_BLOCKS:
             return None
-        if (
-            dtype not in (mx.bfloat16, mx.float16)
-            or _geometry(step.format, TYPE_NAMES[dtype], queries.shape[1]) is None
-        ):
+        if dtype not in (mx.bfloat16, mx.float16) or 2 * self._rotation.frequencies.size != queries.shape[-1]:
+            return None
+        if _geometry(step.format, TYPE_NAMES[dtype], queries.shape[1]) is None:
             return None
         return step_attention(NewTokens(queries, keys, values), step, self._rotation, self._scale)
 

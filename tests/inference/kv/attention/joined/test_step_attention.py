@@ -203,7 +203,8 @@ def test_steps_that_it_does_not_know_are_left_to_kernels_one_by_one(monkeypatch:
         pages = StepPages(queries, formed, mx.zeros((rows, blocks), mx.int32), mx.zeros(rows, mx.int32))
         cache: Any = SimpleNamespace(step_pages=lambda: changed.get("pages", pages))
         taken.clear()
-        StepAttention(1.0, Rotation(queries, queries)).result(queries, queries, queries, cache)
+        rotation = Rotation(mx.zeros(changed.get("turned", formed.key.dim) // 2), mx.zeros(1))
+        StepAttention(1.0, rotation).result(queries, queries, queries, cache)
         return bool(taken)
 
     assert all(is_taken(policy, rows=MAX_ROWS, blocks=32) for policy in ("q4", "k8v4", "q8", "exact"))
@@ -214,6 +215,7 @@ def test_steps_that_it_does_not_know_are_left_to_kernels_one_by_one(monkeypatch:
     assert not is_taken("q4-rotated")
     assert not is_taken(dim=96)
     assert not is_taken(heads=18 * KV_HEADS)
+    assert not is_taken(turned=DIM // 2), "the rest of a head is not rotated"
 
 
 def test_a_rotation_of_another_kind_is_left_to_the_model() -> None:
