@@ -22,7 +22,7 @@ from inference_svc.kv.model_hooks.joined_steps import has_llamas_blocks, join_st
 from inference_svc.kv.model_hooks.plain_norms import take_plain_norms
 from inference_svc.kv.model_hooks.quick_swiglu import take_quick_swiglu
 from inference_svc.kv.model_hooks.row_exact import make_row_exact
-from inference_svc.kv.model_hooks.whole_layers import claim, has_packed, may_have_whole_layers
+from inference_svc.kv.model_hooks.whole_layers import claim, kinds_of, may_have_whole_layers
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.wedlm import MaskWindow, keep_transformers_quiet, layers_config
 from inference_svc.model.weights.placing import Placement, Tensors, let_go, place_weights
@@ -159,7 +159,7 @@ def _take_own_operations(model: Module, kernels: KernelChoice, *, decodes: bool 
         if kernels.joins_steps():
             # Claimed first: the check's launches, too, must have no other model's beside them.
             may_have = decodes and has_llamas_blocks(model) and may_have_whole_layers(model)
-            whole = may_have and claim(model) and kernels.takes_layers(is_packed=has_packed(model))
+            whole = may_have and claim(model) and all(kernels.takes_layers(is_packed=kind) for kind in kinds_of(model))
             join_steps(model, whole=whole, attends=decodes and kernels.takes_layers(is_packed=None))
 
 

@@ -212,17 +212,17 @@ class WholeLayer:
         return whole_layer(x, weights, step, multiprocessors())
 
 
-def has_packed(model: Module) -> bool:
-    """Whether weights of a model are packed in 4 bits."""
+def kinds_of(model: Module) -> list[bool]:
+    """Of a model's blocks that the kernel may take: whether weights are packed. Each kind is a program of its own."""
     modules: Any = model
-    return any(isinstance(each, QuantizedLinear) and each.bits == 4 for each in modules.modules())
+    gates = [each.gate_proj for each in modules.modules() if "gate_proj" in each]
+    has_packed = any(_is_packed(each) and each.bits == 4 for each in gates)
+    return [True] * has_packed + [False] * any(map(_is_values, gates))
 
 
 def may_have_whole_layers(model: Module) -> bool:
     """Whether weights of a model are such as the kernel takes, on a device whose blocks have room for it."""
-    modules: Any = model
-    is_known = has_packed(model) or any(map(_is_values, modules.modules()))
-    return is_known and most_shared_bytes() >= _SHARED_BYTES and multiprocessors() > 0
+    return bool(kinds_of(model)) and most_shared_bytes() >= _SHARED_BYTES and multiprocessors() > 0
 
 
 def claim(model: Module) -> bool:

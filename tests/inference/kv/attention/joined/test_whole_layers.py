@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx.nn import quantize
 from mlx_lm.models import llama, qwen3
 
 from inference_svc.kv.attention import choice
@@ -258,6 +259,21 @@ def test_a_model_is_not_tried_for_whole_layers_while_another_has_them(monkeypatc
     for model, decodes, trials in zip(models, (True, False, True, True), (0, 0, 1, 1), strict=True):
         loading._take_own_operations(model, choice.KernelChoice(), decodes=decodes)
         assert len(tried) == trials
+
+
+def test_a_model_of_two_kinds_of_blocks_has_whole_layers_where_both_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "device", lambda: "cuda")
+    monkeypatch.setattr(loading, "may_have_whole_layers", lambda _: True)
+    monkeypatch.setattr(choice, "device_dialect", lambda: Dialect.CUDA)
+    for name in ("why_wrong_products", "why_wrong_joined", "why_wrong_steps"):
+        monkeypatch.setattr(choice, name, lambda: "")
+    for wrong, are_whole in ((None, True), (False, False), (True, False)):
+        monkeypatch.setattr(choice, "why_wrong_layers", lambda *, is_packed, wrong=wrong: str(is_packed is wrong or ""))
+        monkeypatch.setattr(whole_layers, "_owner", [])
+        model = small(llama, 16, **SIZES)
+        quantize(model.layers[-1], 64, 4)
+        loading._take_own_operations(model, choice.KernelChoice())
+        assert [hasattr(each, "whole") for each in model.layers] == [are_whole] * len(model.layers)
 
 
 _DRIVER = """
