@@ -130,7 +130,7 @@ def by_steps(x: mx.array, weights: Any, step: StepPages, group: int, monkeypatch
     return whole_layer_check._layer_by_steps(x, weights, step)
 
 
-@pytest.mark.long(6)
+@pytest.mark.long(12)
 @pytest.mark.parametrize(
     ("lengths", "group", "policy", "hidden"),
     [
@@ -299,7 +299,7 @@ def test_a_device_that_processes_share_computes_no_whole_layers(
     assert multiprocessors.__wrapped__() == found
 
 
-@pytest.mark.long(9)
+@pytest.mark.long(20)
 @pytest.mark.skipif(not IS_CPU, reason="one barrier less may show nothing on a GPU")
 @pytest.mark.parametrize(
     ("what", "by"),
