@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from kvasir.errors import ResourceExhausted
 
 from cachestore_svc.blobs.ballast import Ballast
-from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.blobs.disk import Disk, refusal
 from cachestore_svc.facts.records import StoreConfig
 
 # One namespace may have this part of the free disk reserved for blobs that are not whole yet, so that promises without
@@ -50,9 +50,10 @@ class Space:
 
     @contextlib.contextmanager
     def reserving(self, namespace: str) -> Iterator[Callable[[int], None]]:
-        """Sets bytes aside for one write after the other, by one look at the disk. Raises ResourceExhausted."""
+        """Sets bytes aside for one write after the other, by one look at the disk. Raises ResourceExhausted, and
+        Unavailable where the disk is gone."""
         with self._lock:
-            free, kept = self._disk.free_bytes(self._config.data_dir), self._kept_bytes()
+            free, kept = self.free_disk_bytes, self._kept_bytes()
             yield lambda size_bytes: self._reserve(namespace, size_bytes, free, kept)
 
     def shortage(self, namespace: str, size_bytes: int) -> int:
@@ -75,10 +76,18 @@ class Space:
             self._stored[namespace] -= size_bytes
 
     @property
+    def free_disk_bytes(self) -> int:
+        """Raises Unavailable (DISK_FAILED): the data directory was on a disk that is gone."""
+        try:
+            return self._disk.free_bytes(self._config.data_dir)
+        except OSError as error:
+            raise refusal(error, "the data directory") from error
+
+    @property
     def is_disk_full(self) -> bool:
         """Whether no byte may be written, beside the reserve and the promised bytes."""
         with self._lock:
-            return self._disk.free_bytes(self._config.data_dir) <= self._reserved.total() + self._kept_bytes()
+            return self.free_disk_bytes <= self._reserved.total() + self._kept_bytes()
 
     def _kept_bytes(self) -> int:
         return self._config.free_disk_reserve_bytes + self._ballast.missing_bytes()

@@ -9,6 +9,7 @@ from kvasir.formats.digest import Digest
 from kvasir.waits import HANGS_S
 
 from cachestore_svc.blobs.backend import Aside, Damaged, Listing, NamespaceBlobs
+from cachestore_svc.blobs.disk import refusal
 from cachestore_svc.core.core import Core
 from cachestore_svc.facts.records import BlobDamaged
 from cachestore_svc.index.catalog import SLICE, CatalogChange, CatalogView, Removal
@@ -59,9 +60,12 @@ def _read_or_quarantine(core: Core, namespace: str, digest: Digest) -> memoryvie
     """Read, past copies, while no other thread can replace or remove the blob."""
     if _listed(core, namespace, digest).is_damaged:
         return _read_again(core, namespace, digest)
+    blobs = core.blobs.of(namespace)
     try:
-        return core.blobs.of(namespace).read(digest, past_copies=True)
-    except FileNotFoundError:
+        return blobs.read(digest, past_copies=True)
+    except FileNotFoundError as error:
+        if not core.blobs.is_shared and not blobs.exists():  # a disk that is away has lost nothing
+            raise refusal(error, f"{digest}") from error
         refused, cause = _found_damaged(core, namespace, digest, "its file is missing"), None
     except Damaged as error:
         refused, cause = _found_damaged(core, namespace, digest, str(error)), error

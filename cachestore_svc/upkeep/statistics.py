@@ -33,7 +33,7 @@ class Statistics:
             logical_bytes=logical,
             quota_bytes=core.config.quota_of(namespace),
             reserved_bytes=core.space.reserved_bytes(namespace),
-            free_disk_bytes=core.disk.free_bytes(core.config.data_dir),
+            free_disk_bytes=core.space.free_disk_bytes,
             is_disk_full=core.space.is_disk_full,
             unreferenced_bytes=unreferenced,
             damaged_blob_count=damaged,
@@ -47,7 +47,7 @@ class Statistics:
         core = self._core
         each = [self._of(namespace) for namespace in core.sound_namespaces()]
         sums = {field.name: sum(getattr(stats, field.name) for stats in each) for field in fields(Totals)}
-        sums["free_disk_bytes"] = core.disk.free_bytes(core.config.data_dir)
+        sums["free_disk_bytes"] = core.space.free_disk_bytes
         return Totals(**sums | {"written_today_bytes": sum(core.write_budget.today().values())})
 
     def written(self) -> Mapping[str, int | bool]:

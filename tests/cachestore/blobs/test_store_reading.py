@@ -59,6 +59,30 @@ def test_a_blob_that_cannot_be_read_now_is_unavailable_and_is_served_later(lab: 
         assert bytes(store.blobs.read(NS, digest)) == data
 
 
+def test_a_disk_that_is_away_has_lost_no_blob(lab: Lab) -> None:
+    """As a share that was unmounted, below an index that is elsewhere: a scrub would have quarantined all of them."""
+    digest, data = a_block()
+    away = lab.root.with_name("away")
+    with lab.open() as store:
+        write(store, digest, data, BlobKind.TENSORS)
+        lab.root.rename(away)
+        calls: list[Callable[[], object]] = [
+            lambda: store.blobs.read(NS, digest),
+            lambda: list(store.care.verify(NS)),
+            lambda: store.blobs.open_writer(NS, Digest.of(b"new"), BlobKind.MANIFEST),
+            lambda: store.statistics.of(NS),
+        ]
+        for call in calls:
+            with pytest.raises(Unavailable) as refused:
+                call()
+            assert refused.value.reason == "DISK_FAILED"
+        away.rename(lab.root)
+        assert bytes(store.blobs.read(NS, digest)) == data
+        lab.file_of(digest).unlink()
+        with pytest.raises(DataLoss, match="missing"):
+            store.blobs.read(NS, digest)
+
+
 def test_a_blob_that_the_device_lost_is_damaged(lab: Lab) -> None:
     digest, data = a_block()
 
