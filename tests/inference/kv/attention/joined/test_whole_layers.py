@@ -181,7 +181,8 @@ def test_a_row_has_the_same_bits_beside_one_of_many_pages(group: int) -> None:
     wide = replace(step, block_table=mx.pad(step.block_table, [(0, 0), (0, 33 - step.block_table.shape[1])]))
     right, found = (whole_layer(x, weights, each, whole_layers.multiprocessors()) for each in (step, wide))
     assert mx.array_equal(found, right)
-    assert not mx.any(weights.counters).item(), "the next launch begins as this one did"
+    # The first word is the grid's barrier, whose highest bit turns each time and may be as it is.
+    assert not mx.any(weights.counters[1:]).item(), "the next launch begins as this one did"
 
 
 def refused(change: Callable[[Any], Any], bits: int = 4, **changed: Any) -> bool:
