@@ -1,21 +1,33 @@
-"""Attention of a decoding step in one launch on a CUDA device: new tokens' queries and keys are rotated, their rows
-written to pages, splits of pages mixed and made results; by kernels one by one these are five launches a layer.
+"""Attention of a decoding step in one launch on a CUDA device, or of many rows in three: new tokens' queries and keys
+are rotated, their rows written to pages; splits of pages are mixed; these are made results. By kernels one by one these
+are five launches a layer.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
 
-from inference_svc.kv.attention.fused import COMPILERS, TYPE_NAMES, Compiler, compiled, settings_of
-from inference_svc.kv.attention.geometry import LANES, PARTIAL_EXTRA, Queries, SplitGeometry, split_geometry
-from inference_svc.kv.attention.kernels import Dialect, attend_source
+from inference_svc.kv.attention.fused import COMPILERS, TYPE_NAMES, Compiler, Kernel, compiled, settings_of
+from inference_svc.kv.attention.geometry import (
+    LANES,
+    PARTIAL_EXTRA,
+    WARPS,
+    Queries,
+    SplitGeometry,
+    groups,
+    split_geometry,
+)
+from inference_svc.kv.attention.kernels import Dialect, attend_source, results_source, turn_source
 from inference_svc.kv.batch.fused_layer import FusedLayer, StepPages
-from inference_svc.kv.model_hooks.whole_layers import _frequencies
+from inference_svc.kv.model_hooks.few_rows import MAX_ROWS
+from inference_svc.kv.model_hooks.whole_layers import frequencies_of
 from inference_svc.kv.page import PAGE_TOKENS, PageFormat
 
-MAX_ROWS = 16  # with more, each block's own rotations and waits cost more than the launches
+Template = Mapping[str, int | bool | mx.Dtype]
+_WHOLE_ROWS = 16  # with more, each block's own rotations and waits cost more than two launches
 _MOST_HEADS = 64  # of K and V
 _MOST_BLOCKS = 32  # of a sequence: a warp makes a query's result of them, and of more a kernel of its own is faster
 
@@ -38,24 +50,57 @@ class Rotation:
 
 
 def step_attention(
-    new: NewTokens, step: StepPages, rotation: Rotation, scale: float, compiler: Compiler | None = None
+    new: NewTokens,
+    step: StepPages,
+    rotation: Rotation,
+    scale: float,
+    *,
+    is_whole: bool,
+    compiler: Compiler | None = None,
 ) -> mx.array:
-    """The results [slots, 1, heads * dim], in the queries' type; rows of K and V are in their pages then."""
-    slots, heads, _, _ = new.queries.shape
-    dtype, dim, blocks = new.queries.dtype, step.format.value.dim, step.block_table.shape[1]
-    geometry = _geometry(step.format, TYPE_NAMES[dtype], heads)
+    """The results [slots, 1, heads * dim], in the queries' type; rows of K and V are in their pages then. `is_whole`:
+    in one launch.
+    """
+    (slots, heads, _, _), dtype, value = new.queries.shape, new.queries.dtype, step.format.value
+    geometry, made_by = _geometry(step.format, TYPE_NAMES[dtype], heads), compiler or COMPILERS[Dialect.CUDA]
     assert geometry is not None, "a kernel that does not serve"
-    settings, kernel = settings_of(scale, None, PAGE_TOKENS), (compiler or COMPILERS[Dialect.CUDA], attend_source())
-    pages = step.pages, step.block_table, step.places
-    out, _ = compiled(*kernel, geometry.shared_bytes)(
-        inputs=[new.queries, new.keys, new.values, rotation.frequencies, *pages, settings, rotation.counters],
-        template=[("T", dtype), ("HEADS", heads), *geometry.template.items()],
-        grid=geometry.grid(slots, blocks, 1),
-        threadgroup=(geometry.warps * LANES, 1, 1),
-        output_shapes=[(slots, 1, heads * dim), (slots * heads, blocks, dim + PARTIAL_EXTRA)],
-        output_dtypes=[dtype, mx.float32],
+    blocks = step.block_table.shape[1]
+    pages, settings = (step.pages, step.block_table, step.places), settings_of(scale, None, PAGE_TOKENS)
+    mixes = (slots * heads, blocks, value.dim + PARTIAL_EXTRA), mx.float32
+    made, grid = ((slots, 1, heads * value.dim), dtype), (value.kv_heads, slots, blocks)
+    kinds: Template = {"T": dtype, "HEADS": heads}
+    mix = compiled(made_by, attend_source(is_whole=is_whole), geometry.shared_bytes)
+    given = new.queries, new.keys, new.values, rotation.frequencies
+    if is_whole:
+        return _launched(
+            mix, (*given, *pages, settings, rotation.counters), {**kinds, **geometry.template}, grid, [made, mixes]
+        )[0]
+    items = slots * (heads + value.kv_heads * (groups(step.format.key) + groups(value)))
+    turn_bytes = WARPS * new.queries.shape[3] * dtype.size
+    numbers: Template = {**kinds, **geometry.template, "SHARED_BYTES": turn_bytes}
+    turn = compiled(made_by, turn_source(), turn_bytes)
+    (turned,) = _launched(turn, (*given, *pages), numbers, (-(-items // WARPS), 1, 1), [(new.queries.shape, dtype)])
+    (partial,) = _launched(mix, (turned, *pages, settings), {**kinds, **geometry.template}, grid, [mixes])
+    results = compiled(made_by, results_source(), LANES)
+    numbers = {**kinds, "VALUE_DIM": value.dim, "WARPS": WARPS, "SHARED_BYTES": LANES}
+    return _launched(results, (partial, step.places), numbers, (-(-slots * heads // WARPS), 1, 1), [made])[0]
+
+
+def _launched(
+    kernel: Kernel,
+    inputs: Sequence[mx.array],
+    template: Template,
+    blocks: tuple[int, int, int],
+    outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]],
+) -> list[mx.array]:
+    return kernel(
+        inputs=inputs,
+        template=[*template.items()],
+        grid=(blocks[0] * WARPS * LANES, blocks[1], blocks[2]),
+        threadgroup=(WARPS * LANES, 1, 1),
+        output_shapes=[shape for shape, _ in outputs],
+        output_dtypes=[dtype for _, dtype in outputs],
     )
-    return out
 
 
 @lru_cache(maxsize=64)
@@ -84,13 +129,14 @@ class StepAttention:
             return None
         if _geometry(step.format, TYPE_NAMES[dtype], queries.shape[1]) is None:
             return None
-        return step_attention(NewTokens(queries, keys, values), step, self._rotation, self._scale)
+        new, is_whole = NewTokens(queries, keys, values), queries.shape[0] <= _WHOLE_ROWS
+        return step_attention(new, step, self._rotation, self._scale, is_whole=is_whole)
 
 
 def step_attention_of(attention: Any, shared: dict[Any, mx.array]) -> StepAttention | None:
     """Of mlx-lm's attention; None where its rotation is another. `shared`: arrays that layers have together."""
     rope: Any = attention.rope
-    if (found := _frequencies(rope)) is None:
+    if (found := frequencies_of(rope)) is None:
         return None
     frequencies = shared.setdefault(("angles", repr(found.tolist())), found)
     counters = shared.setdefault("attention's counters", new_counters())
@@ -100,4 +146,4 @@ def step_attention_of(attention: Any, shared: dict[Any, mx.array]) -> StepAttent
 
 def new_counters() -> mx.array:
     """Words that blocks which attend to a row's head meet at."""
-    return mx.zeros(MAX_ROWS * _MOST_HEADS, mx.uint32)
+    return mx.zeros(_WHOLE_ROWS * _MOST_HEADS, mx.uint32)

@@ -243,7 +243,7 @@ def whole_layer_of(block: Any, shared: dict[Any, mx.array]) -> WholeLayer | None
     norms = block.input_layernorm, block.post_attention_layernorm
     if any(type(norm) is not RMSNorm or norm.weight.dtype != dtype for norm in norms):
         return None
-    if (found := _frequencies(rope)) is None or rope.dims * block.self_attn.n_heads != layers[0].weight.shape[0]:
+    if (found := frequencies_of(rope)) is None or rope.dims * block.self_attn.n_heads != layers[0].weight.shape[0]:
         return None
     frequencies = _kept(shared, repr(found.tolist()), lambda: found)
     return WholeLayer(block, frequencies, _kept(shared, "counters", new_counters))
@@ -277,7 +277,7 @@ def _matrix(layer: Any) -> Matrix:
     return (layer.weight, layer.scales, layer.biases) if _is_packed(layer) else (layer.weight,)
 
 
-def _frequencies(rope: Any) -> mx.array | None:
+def frequencies_of(rope: Any) -> mx.array | None:
     """None for a rotation that the kernel does not do."""
     if type(rope) is RoPE and not rope.traditional:
         half = rope.dims // 2

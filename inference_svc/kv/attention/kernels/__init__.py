@@ -164,14 +164,38 @@ def few_rows_source(count: int, *, is_packed: bool, is_gated: bool = False, adds
 
 
 @cache
-def attend_source() -> KernelSource:
-    """New tokens' queries and keys are rotated, their rows written to pages, and splits mixed and made results, of CUDA
-    alone; blocks that mix splits of one query meet at `counters`.
+def attend_source(*, is_whole: bool) -> KernelSource:
+    """Splits of pages are mixed for new tokens' queries, of CUDA alone. `is_whole`: queries and keys are rotated and
+    new rows written before, and results made, for which blocks that mix splits of one query meet at `counters`.
     """
-    inputs = "queries", "keys", "values", "frequencies", "pages", "block_table", "places", "settings", "counters"
     parts = CUDA_INSTRUCTIONS, "rows.h", "quantize.h", "reduce.h", "attend.h", "tile.h", "matrices.h"
-    header, written = _header(Dialect.CUDA, *parts), ("pages", "counters")
-    return _source(Dialect.CUDA, "attend", header, inputs, ("out", "partial"), written_inputs=written)
+    header, rows = _header(Dialect.CUDA, *parts), ("pages", "block_table", "places", "settings")
+    if not is_whole:
+        lists = "constexpr bool IS_WHOLE = false;\nT *const keys = nullptr, *const values = nullptr;\n"
+        lists += "T* const out = nullptr;\n"
+        lists += "const float* const frequencies = nullptr;\nconst kv_u32* const counters = nullptr;\n"
+        return _source(Dialect.CUDA, "attend", header, ("queries", *rows), ("partial",), lists=lists)
+    inputs, written = (*_NEW_INPUTS, *rows, "counters"), ("pages", "counters")
+    lists = "constexpr bool IS_WHOLE = true;\n"
+    return _source(Dialect.CUDA, "attend", header, inputs, ("out", "partial"), written_inputs=written, lists=lists)
+
+
+@cache
+def turn_source() -> KernelSource:
+    """New tokens' queries are rotated, and their rows, with keys rotated, written to pages; of CUDA alone."""
+    inputs = (*_NEW_INPUTS, "pages", "block_table", "places")
+    header = _header(Dialect.CUDA, CUDA_INSTRUCTIONS, "rows.h", "quantize.h", "attend.h")
+    return _source(Dialect.CUDA, "turn", header, inputs, ("turned",), written_inputs=("pages",))
+
+
+@cache
+def results_source() -> KernelSource:
+    """As `reduce_source`, of few splits of one new token's queries, by a warp each; of CUDA alone."""
+    header = _header(Dialect.CUDA, CUDA_INSTRUCTIONS, "rows.h", "reduce.h")
+    return _source(Dialect.CUDA, "results", header, ("partial", "places"), ("out",))
+
+
+_NEW_INPUTS = ("queries", "keys", "values", "frequencies")
 
 
 @cache

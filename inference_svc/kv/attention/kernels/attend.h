@@ -1,6 +1,6 @@
 // New tokens' queries and keys, rotated where they are used: each pair of dimensions, DIM / 2 apart, by its position.
 
-// Queries of one token, one behind the other.
+// Queries of one token, one behind the other; without `frequencies` they are rotated already.
 template <typename T>
 struct KvTurned {
   const T* queries;
@@ -16,6 +16,10 @@ KV_FN KvTurned<T> operator+(KvTurned<T> given, int at) {
 template <int DIM, typename T>
 KV_FN void kv_query_values(const KvTurned<T>& given, float* values, int lane) {
   constexpr int HALF = DIM / 64;
+  if (!given.frequencies) {
+    KV_UNROLL for (int i = 0; i < 2 * HALF; ++i) values[i] = float(given.queries[i * 32 + lane]);
+    return;
+  }
   KV_UNROLL for (int i = 0; i < HALF; ++i) {
     const int dim = i * 32 + lane;
     const KvTurn turn = kv_turn(given.position * given.frequencies[dim]);
@@ -25,22 +29,19 @@ KV_FN void kv_query_values(const KvTurned<T>& given, float* values, int lane) {
   }
 }
 
-// A new row of one head, by warps: its keys rotated, then both quantized into their page. `room`: a row of each warp's.
-template <typename T, typename K, typename V, bool IS_BFLOAT, int WARPS>
-KV_FN void kv_append_turned(KvTurned<T> key, const T* value, kv_u16* page, int line, T* room, int warp, int lane) {
-  T* const turned = room + warp * K::DIM;
-  KV_ROLLED for (int group = warp; group < K::GROUPS + V::GROUPS; group += WARPS) {
-    if (group < K::GROUPS) {
-      float values[K::DIM / 32];
-      kv_query_values<K::DIM>(key, values, lane);
-      KV_UNROLL for (int i = 0; i < K::DIM / 32; ++i) turned[i * 32 + lane] = T(values[i]);
-      kv_warp_barrier();
-      kv_quantize_group<T, K, IS_BFLOAT>(turned, group, page + K::BASE + line * K::ROW_UNITS,
-                                         page + K::SCALES + line * K::GROUPS, page + K::BIASES + line * K::GROUPS, lane);
-      kv_warp_barrier();
-    } else {
-      kv_quantize_group<T, V, IS_BFLOAT>(value, group - K::GROUPS, page + V::BASE + line * V::ROW_UNITS,
-                                         page + V::SCALES + line * V::GROUPS, page + V::BIASES + line * V::GROUPS, lane);
-    }
+// A group of a new row of one head, those of its keys, rotated in `room`, then those of its values, into their page.
+template <typename T, typename K, typename V, bool IS_BFLOAT>
+KV_FN void kv_append_group(int group, KvTurned<T> key, const T* value, kv_u16* page, int line, T* room, int lane) {
+  if (group < K::GROUPS) {
+    float values[K::DIM / 32];
+    kv_query_values<K::DIM>(key, values, lane);
+    KV_UNROLL for (int i = 0; i < K::DIM / 32; ++i) room[i * 32 + lane] = T(values[i]);
+    kv_warp_barrier();
+    kv_quantize_group<T, K, IS_BFLOAT>(room, group, page + K::BASE + line * K::ROW_UNITS, page + K::SCALES + line * K::GROUPS,
+                                       page + K::BIASES + line * K::GROUPS, lane);
+    kv_warp_barrier();
+  } else {
+    kv_quantize_group<T, V, IS_BFLOAT>(value, group - K::GROUPS, page + V::BASE + line * V::ROW_UNITS,
+                                       page + V::SCALES + line * V::GROUPS, page + V::BIASES + line * V::GROUPS, lane);
   }
 }

@@ -17,9 +17,9 @@ from inference_svc.kv.attention.paged import paged_attention
 from inference_svc.kv.attention.reference import Scoring
 from inference_svc.kv.batch.fused_layer import StepPages
 from inference_svc.kv.model_hooks import step_attention as steps
+from inference_svc.kv.model_hooks.few_rows import MAX_ROWS
 from inference_svc.kv.model_hooks.joined_steps import join_steps
 from inference_svc.kv.model_hooks.step_attention import (
-    MAX_ROWS,
     NewTokens,
     Rotation,
     StepAttention,
@@ -36,6 +36,7 @@ pytestmark = needs_compiler
 IS_CPU = mx.default_device().type == mx.DeviceType.cpu
 HEADS, KV_HEADS, DIM = 4, 2, 64
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64}
+WHOLE = pytest.mark.parametrize("is_whole", [True, False], ids=["in one", "in three"])
 COMPILED = (cuda_emulator, early_cuda_emulator) if IS_CPU else (None,)
 
 
@@ -87,6 +88,7 @@ def are_same(found: mx.array, right: mx.array) -> bool:
 
 
 @pytest.mark.long(8)
+@WHOLE
 @pytest.mark.parametrize(
     ("lengths", "policy", "dtype"),
     [
@@ -97,7 +99,7 @@ def are_same(found: mx.array, right: mx.array) -> bool:
     ],
 )
 def test_results_and_pages_are_near_those_of_kernels_one_by_one(
-    lengths: Sequence[int], policy: str, dtype: mx.Dtype
+    lengths: Sequence[int], policy: str, dtype: mx.Dtype, is_whole: bool
 ) -> None:
     new, step, rotation, scale = step_of(lengths, policy, dtype)
     other = copied(step)
@@ -106,25 +108,27 @@ def test_results_and_pages_are_near_those_of_kernels_one_by_one(
     for compiler in COMPILED:
         mine = copied(step)
         for _ in range(2):  # counters are as at the beginning behind a launch
-            found = step_attention(new, mine, rotation, scale, compiler)
+            found = step_attention(new, mine, rotation, scale, is_whole=is_whole, compiler=compiler)
             mx.eval(found)
         assert are_same(found, right)
         assert are_same(mine.pages, other.pages)
 
 
 @pytest.mark.long(5)
-def test_a_row_has_the_same_bits_beside_any_others() -> None:
+@WHOLE
+def test_a_row_has_the_same_bits_beside_any_others(is_whole: bool) -> None:
     new, step, rotation, scale = step_of([1 + 97 * row for row in range(9)])
-    whole = step_attention(new, copied(step), rotation, scale)
+    whole = step_attention(new, copied(step), rotation, scale, is_whole=is_whole)
     mx.eval(whole)
     for rows in (slice(8, 9), slice(3, 6)):
         part = NewTokens(new.queries[rows], new.keys[rows], new.values[rows])
         few = replace(copied(step), block_table=step.block_table[rows], places=step.places[rows])
-        assert mx.array_equal(step_attention(part, few, rotation, scale), whole[rows])
+        assert mx.array_equal(step_attention(part, few, rotation, scale, is_whole=True), whole[rows])
 
 
 @pytest.mark.long(2)
-def test_tokens_tried_ahead_see_those_before_them_in_the_same_step() -> None:
+@WHOLE
+def test_tokens_tried_ahead_see_those_before_them_in_the_same_step(is_whole: bool) -> None:
     """Two sequences: of one three rows on both sides of a page's border, the last of them first in the step."""
     places = [257, *[-1] * 12, 256, 7, 255]
     new, step, rotation, scale = step_of([258] * len(places))
@@ -138,7 +142,7 @@ def test_tokens_tried_ahead_see_those_before_them_in_the_same_step() -> None:
     other, mine = copied(step), copied(step)
     right = apart(new, other, rotation, scale)
     mx.eval(right)
-    found = step_attention(new, mine, rotation, scale)
+    found = step_attention(new, mine, rotation, scale, is_whole=is_whole)
     mx.eval(found)
     assert are_same(found, right)
     assert are_same(mine.pages, other.pages)
@@ -151,9 +155,9 @@ def test_a_models_steps_take_it_and_their_logits_stay_near(
 ) -> None:
     launched: list[float] = []
 
-    def counted(new: NewTokens, step: StepPages, rotation: Rotation, scale: float) -> mx.array:
+    def counted(new: NewTokens, step: StepPages, rotation: Rotation, scale: float, *, is_whole: bool) -> mx.array:
         launched.append(scale)
-        return step_attention(new, step, rotation, scale)
+        return step_attention(new, step, rotation, scale, is_whole=is_whole)
 
     monkeypatch.setattr(steps, "step_attention", counted)
     found = []
@@ -179,23 +183,24 @@ def test_a_models_steps_take_it_and_their_logits_stay_near(
         ("frequencies, float(place)}", "frequencies, float(place + 1)}"),
         ("KV_PAGE_TOKENS == block &&", "KV_PAGE_TOKENS == block && kv_lane == row &&"),
         ("last + 1);", "last + 2);"),
+        ("block < 0", "block < 1"),
         ("kv_written();", "kv_written(); if (page == 0) units[32 * (50 + kv_warp) + kv_lane] = 0xffff;"),
     ],
-    ids=["right", "keys", "queries", "rows tried ahead", "the last block", "pages"],
+    ids=["right", "keys", "queries", "rows tried ahead", "the last block", "blocks", "pages"],
 )
 def test_a_kernel_that_is_wrong_does_not_serve(what: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = attend_source()
+    source = attend_source(is_whole=True)
     assert what in source.source
     wrong = replace(
         source, name=f"{source.name}w", source=source.source.replace(what, by, 1) if what else source.source
     )
-    monkeypatch.setattr(steps, "attend_source", lambda: wrong)
+    monkeypatch.setattr(steps, "attend_source", lambda **how: wrong if how["is_whole"] else attend_source(**how))
     assert bool(checks.why_wrong_steps()) == bool(what)
 
 
 def test_steps_that_it_does_not_know_are_left_to_kernels_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    monkeypatch.setattr(steps, "step_attention", lambda *_: taken.append(1))
+    monkeypatch.setattr(steps, "step_attention", lambda *_, is_whole: taken.append(1 + is_whole))
 
     def is_taken(policy: str = "q4", rows: int = 2, blocks: int = 8, **changed: Any) -> bool:
         formed = page_format(policy, KV_HEADS, changed.pop("dim", DIM))
