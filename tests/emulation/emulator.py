@@ -52,6 +52,7 @@ _RUN = """extern "C" void kv_run(const void** inputs, const long* sizes, const b
                        bool are_copies_early) {
   fibers::are_copies_early = are_copies_early;
   fibers::are_blocks_together = %s;
+  fibers::cluster = %d;
   std::vector<fibers::Copied> copies;
   for (int i = 0; i < %d; ++i) copies.emplace_back(inputs[i], sizes[i]);
   fibers::run(grid, lane_count, shared_bytes, [&] { kernel::kernel(%s); });
@@ -153,8 +154,9 @@ class EmulatedKernel:
 
     def run_text(self, types: tuple[mx.Dtype, ...], output_types: tuple[mx.Dtype, ...], arguments: list[str]) -> str:
         """The function that copies what a kernel is given, and runs it."""
-        together = "true" if "kv_grid_barrier(" in self.source.source else "false"
-        return _RUN % (together, len(types), ", ".join(arguments), len(types))
+        is_together = self.source.cluster > 1 or "kv_grid_barrier(" in self.source.source
+        together = "true" if is_together else "false"
+        return _RUN % (together, self.source.cluster, len(types), ", ".join(arguments), len(types))
 
     def _header(self) -> str:
         header = self.source.header
