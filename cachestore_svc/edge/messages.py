@@ -40,13 +40,13 @@ def read_digest(message: manifest_pb2.Digest, field: str) -> Digest:
         raise wrong(field, str(error), reason="BAD_DIGEST") from None
 
 
-def read_digests(messages: Sequence[manifest_pb2.Digest]) -> list[Digest]:
+def read_digests(messages: Sequence[manifest_pb2.Digest], field: str = "digests") -> list[Digest]:
     if len(messages) > MAX_DIGESTS_PER_REQUEST:
-        raise wrong("digests", f"expected at most {MAX_DIGESTS_PER_REQUEST}, got {len(messages)}")
+        raise wrong(field, f"expected at most {MAX_DIGESTS_PER_REQUEST}, got {len(messages)}")
     try:
         return [Digest.from_proto(message) for message in messages]
     except ValueError:  # one by one, to name the field
-        return [read_digest(message, f"digests[{index}]") for index, message in enumerate(messages)]
+        return [read_digest(message, f"{field}[{index}]") for index, message in enumerate(messages)]
 
 
 def read_kind(kind: int) -> BlobKind:

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 from kvasir import __version__
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
-from kvasir.cachestore.v1 import cachestore_pb2_grpc
+from kvasir.cachestore.v1 import cachestore_pb2_grpc, manifest_pb2
 from kvasir.credentials import ADMIN, ENGINE
 from kvasir.errors import ResourceExhausted, Unavailable
 from kvasir.formats.digest import Digest
@@ -105,11 +105,7 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
         return written(pb.QueryWriteStatusResponse, status)
 
     async def ReadBlobs(self, request: pb.ReadBlobsRequest, context: Any) -> None:
-        digests = (
-            messages.read_digests(request.digests)
-            if len(request.digests) <= _FEW_DIGESTS
-            else await self._looked_up(len(request.digests), lambda: messages.read_digests(request.digests))
-        )
+        digests = await self._digests(request.digests, "digests")
         first_bytes = digests[0].size_bytes if digests else 0
         if not 0 <= request.first_offset < max(first_bytes, 1):
             raise wrong("first_offset", f"expected 0 to {max(first_bytes - 1, 0)}, got {request.first_offset}")
@@ -118,6 +114,12 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
                 message = carrier_bytes(map(messages.write_frame, pieces))
                 pieces.clear()  # a slow reader keeps the message alone
                 await self._streams.send(context, message, source)
+
+    async def _digests(self, named: Sequence[manifest_pb2.Digest], field: str) -> list[Digest]:
+        """Many are read on a thread."""
+        if len(named) <= _FEW_DIGESTS:
+            return messages.read_digests(named, field)
+        return await self._looked_up(len(named), lambda: messages.read_digests(named, field))
 
     # --- snapshots ---
 
@@ -135,7 +137,7 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
             bind_shared=ENGINE in current_principal().roles,  # no other caller's
         )
         version = messages.read_version(request.expected_version, "expected_version")
-        asked, awaited = (request.agent_id, manifest, version, terms), messages.read_digests(request.awaited)
+        asked, awaited = (request.agent_id, manifest, version, terms), await self._digests(request.awaited, "awaited")
         async with self._ahead.known(caller_namespace(), manifest, is_coming=bool(awaited)) as known:
             done = await self._early(known, awaited, *asked) if awaited and known is not None else None
             snapshot = done.snapshot if done else await self._run(self._store.snapshots.commit, *asked, known)

@@ -16,7 +16,7 @@ from cachestore_svc.core.stored_blobs import read_blob
 from cachestore_svc.facts import records
 from cachestore_svc.facts.limits import check_query, check_range
 from cachestore_svc.index import listing
-from cachestore_svc.index.catalog import CatalogChange
+from cachestore_svc.index.catalog import SLICE, CatalogChange
 from cachestore_svc.index.refusals import missing
 from cachestore_svc.index.values import Commit, CommitTerms, Done
 from cachestore_svc.store.leases import Leases
@@ -94,7 +94,8 @@ class Snapshots:
 
     def _listed(self, namespace: str, blobs: Sequence[Digest]) -> Collection[Digest]:
         """Those of the blobs that are listed, with all that are being listed now: reads overtake writes."""
-        return self._core.write(namespace, lambda change: change.find_blobs(blobs))
+        slices = (blobs[start : start + SLICE] for start in range(0, len(blobs), SLICE))
+        return [digest for some in slices for digest in self._core.write(namespace, partial(_found, some))]
 
     def _asked(
         self,
@@ -174,3 +175,7 @@ class Snapshots:
         name = "commits" if done.is_new else "commits_repeated"
         change.after_commit(lambda: self._core.counters.add(namespace, name))
         return done
+
+
+def _found(blobs: Sequence[Digest], change: CatalogChange) -> Collection[Digest]:
+    return change.find_blobs(blobs)

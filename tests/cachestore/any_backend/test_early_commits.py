@@ -9,13 +9,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvasir.errors import Conflict, FailedPrecondition, KvasirError, NotFound
+from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.errors import Conflict, FailedPrecondition, InvalidArgument, KvasirError, NotFound
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.known_manifests import KnownManifest
 from cachestore_svc.blobs.manifests import read_manifest, shareable_hashes, shared_blocks
+from cachestore_svc.edge.messages import read_digests
 from cachestore_svc.edge.service import CacheStoreService
 from cachestore_svc.facts.records import BlobKind
+from cachestore_svc.index.catalog import SLICE, CatalogChange
 from cachestore_svc.index.values import CommitTerms, Done
 from cachestore_svc.store.aio_store import AioStore
 from cachestore_svc.store.snapshots import EarlyCommit
@@ -203,3 +206,27 @@ def test_a_commit_that_comes_while_its_last_blob_waits_to_be_listed_is_made(lab:
         held.set()
         finishing.result(10)
         assert beginning.result(10).result(5).snapshot.version == 1
+
+
+def test_many_awaited_blobs_are_looked_up_in_slices(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other namespaces' operations come in between: 10,000 at once took half a second of the index's thread."""
+    snapshot, counts = SyntheticAgent(SMALL).turn(300), list[int]()
+    upload(store, snapshot)
+    find = CatalogChange.find_blobs
+
+    def noting(change: CatalogChange, digests: list[Digest]) -> Any:
+        counts.append(len(digests))
+        return find(change, digests)
+
+    monkeypatch.setattr(CatalogChange, "find_blobs", noting)
+    others = [Digest.of(str(number).encode()) for number in range(2 * SLICE)]
+    answer = begin(store, snapshot, awaited=[*others, snapshot.manifest_digest])
+    assert (sum(counts), max(counts)) == (2 * SLICE + 1, SLICE)
+    [early] = store._core.early_commits._waiting[NS]
+    assert early.lacking == {*others}, "what is in the last slice is found, too"
+    assert answer.cancel()
+    many = [Digest.of(b"a").to_proto()] * 10_001
+    for wrong, named in ((many, "awaited"), ([manifest_pb2.Digest(hash="x")], "awaited[0]")):
+        with pytest.raises(InvalidArgument) as refused:
+            read_digests(wrong, "awaited")
+        assert refused.value.field == named
