@@ -30,7 +30,7 @@ BYTES = 160 << 10
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_serving", [False])
-    if mx.default_device().type == mx.DeviceType.cpu:
+    if not hopper.is_hopper():
         monkeypatch.setitem(COMPILERS, Dialect.CUDA, cuda_emulator)
 
 
