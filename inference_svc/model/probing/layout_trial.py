@@ -17,6 +17,8 @@ from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.layout import PROBE_TOKENS, Layout, last_logits, loadable, not_kept
 from inference_svc.kv.model_hooks import attention_hook
 from inference_svc.kv.model_hooks.few_rows import JointProducts
+from inference_svc.kv.model_hooks.step_attention import StepAttention
+from inference_svc.kv.model_hooks.whole_layers import WholeLayer
 from inference_svc.kv.policy import Rung, policy_of
 from inference_svc.kv.prefill_layer import commit, prefill_layers
 from inference_svc.kv.sequence_kv import SequenceKV
@@ -87,7 +89,8 @@ def _shown(value: Any) -> Hashable:
     """A value, or the part of it that two layers of one kind have in common."""
     if isinstance(value, mx.array):
         return tuple(value.shape), str(value.dtype)
-    if isinstance(value, Module | JointProducts):  # what they hold is the layer's own, and shown
+    # What they hold is the layer's own, and shown.
+    if isinstance(value, Module | JointProducts | StepAttention | WholeLayer):
         return str(type(value))
     if isinstance(value, dict):
         return tuple((name, _shown(each)) for name, each in value.items())

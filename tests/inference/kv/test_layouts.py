@@ -14,13 +14,18 @@ from hypothesis import strategies as st
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import FailedPrecondition
 from mlx.nn.layers.linear import Linear
+from mlx_lm.models import llama
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.layout import Layout, shown_layout
+from inference_svc.kv.model_hooks import attention_hook
 from inference_svc.kv.model_hooks.few_rows import take_few_rows
+from inference_svc.kv.model_hooks.joined_steps import join_steps
 from inference_svc.kv.model_hooks.row_exact import make_row_exact
+from inference_svc.kv.model_hooks.step_attention import StepAttention
+from inference_svc.kv.model_hooks.whole_layers import WholeLayer
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.prefill_layer import commit, prefill_layers
 from inference_svc.kv.sequence_kv import SequenceKV
@@ -314,6 +319,18 @@ def test_layers_that_compute_few_rows_on_a_gpu_are_of_one_kind(tmp_path: Path) -
         if isinstance(module, Linear):
             module.__class__ = Linear  # as it is loaded for a GPU
     take_few_rows(model)
+    assert tried_count(layer_kinds(model.layers, shown_layout(model))) == 2
+
+
+def test_layers_whose_steps_are_one_launch_are_of_one_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama, "scaled_dot_product_attention", attention_hook.attention)
+    model = deep_model(tmp_path / "m")
+    model.set_dtype(mx.bfloat16)
+    join_steps(model, whole=True, attends=True)
+    joined = [
+        (isinstance(each.whole, WholeLayer), isinstance(each.self_attn.step, StepAttention)) for each in model.layers
+    ]
+    assert joined == [(True, True)] * 6
     assert tried_count(layer_kinds(model.layers, shown_layout(model))) == 2
 
 
