@@ -230,7 +230,8 @@ class _Register:
             return
         for digest in digests:
             if self._core.catalog.read(namespace, partial(_lacks, digest)):
-                self._core.blobs.of(namespace).remove(digest.hash)
+                with suppress(OSError):  # the others go all the same, and the caller learns why none was listed
+                    self._core.blobs.of(namespace).remove(digest.hash)
 
 
 def _lacks(digest: Digest, view: CatalogView) -> bool:

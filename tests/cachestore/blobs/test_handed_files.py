@@ -182,6 +182,31 @@ def test_a_handed_file_that_cannot_be_synced_is_refused(lab: Lab, monkeypatch: p
         assert bytes(store.blobs.read(NS, DIGEST)) == DATA
 
 
+def test_of_a_group_that_is_not_listed_no_file_stays_but_one_that_cannot_go(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is reported is the failure before, not that of the removal."""
+    turn = SyntheticAgent(SMALL, 2).turn(700)
+    first, *_ = new = [NewBlob(digest, TENSORS, data=data) for digest, data in turn.new_blobs.items()]
+
+    def remove(disk: Disk, path: Path) -> None:
+        if path.name == first.digest.hash:
+            raise OSError(errno.EIO, "it stays")
+        path.unlink(missing_ok=True)
+
+    def fail(_disk: Disk, _path: Path) -> None:
+        raise OSError(errno.ENOSPC, "no room for names")
+
+    with lab.open() as store:
+        store.blobs.receive_files(NS)
+        monkeypatch.setattr(Disk, "remove", remove)
+        monkeypatch.setattr(Disk, "fsync_directory", fail)
+        problems = _stored(store, new)
+        monkeypatch.undo()
+        assert {problem.reason for problem in problems if isinstance(problem, KvasirError)} == {"DISK_FULL"}
+        assert lab.stored_hashes == [first.digest.hash]
+
+
 def test_a_token_without_a_file_leaves_an_interrupted_part_as_it_is(lab: Lab) -> None:
     with lab.open() as store:
         with store.blobs.open_writer(NS, DIGEST, TENSORS) as writer:
