@@ -185,19 +185,25 @@ def test_an_engine_that_cannot_be_reached_is_named_and_the_turn_is_waited_for(ma
         assert there.get_snapshot("alone")[0].token_count == heard.reply.finished.memory_tokens
 
 
-async def until_moved(mac: Mac, agent: str, leave: Callable[[AioInferenceClient], Any]) -> None:
-    """A long turn that moves; once the rest comes from the peer, its reader does that."""
+async def until_moved(mac: Mac, name: str, leave: Callable[[AioInferenceClient], Any]) -> str:
+    """A long turn that moves; once the rest comes from the peer, its reader does that. Returns its agent: a peer whose
+    store is late on a busy machine refuses a hand-over, and then another agent's turn is moved.
+    """
     async with AioInferenceClient.connect(mac.engine) as client:
-        await hear(client, agent_id=agent, **FIRST)
-        command = None
-        async with aclosing(client.generate(agent_id=agent, **LONG)) as events:
-            async for event in events:
-                if event.HasField("delta") and command is None:
-                    command = asyncio.create_task(asyncio.to_thread(move, mac, agent, "--json"))
-                if command is not None and command.done():
-                    assert command.result().value["turn"] == "handed_over", command.result()
-                    break
-            await leave(client)
+        for agent in (name, f"{name}-again", f"{name}-at-last"):
+            await hear(client, agent_id=agent, **FIRST)
+            command = None
+            async with aclosing(client.generate(agent_id=agent, **LONG)) as events:
+                async for event in events:
+                    if event.HasField("delta") and command is None:
+                        command = asyncio.create_task(asyncio.to_thread(move, mac, agent, "--json"))
+                    if command is not None and command.done():
+                        break
+                assert command is not None
+                if (ended := await command).value.get("turn") == "handed_over":
+                    await leave(client)
+                    return agent
+    raise AssertionError(ended)
 
 
 def test_a_reader_that_leaves_ends_its_turn_at_the_peer(macs: Macs) -> None:
@@ -207,15 +213,15 @@ def test_a_reader_that_leaves_ends_its_turn_at_the_peer(macs: Macs) -> None:
         async def leave(_: AioInferenceClient) -> None:
             return
 
-        await until_moved(laptop, "left", leave)
+        agent = await until_moved(laptop, "left", leave)
         async with AioInferenceClient.connect(studio.engine) as b:
             give_up = time.monotonic() + 30
             while await b.list_turns():
                 assert time.monotonic() < give_up
                 await asyncio.sleep(0.05)
+        assert studio.versions(agent) == [1]
 
     run(work())
-    assert studio.versions("left") == [1]
 
 
 @pytest.mark.long(11)
@@ -227,11 +233,8 @@ def test_a_turn_that_moved_is_remembered_though_the_engine_that_passed_it_on_is_
         assert running is not None
         os.kill(running.engine_pid, signal.SIGKILL)
 
-    run(until_moved(laptop, "outlived", kill))
-    try:
-        eventually(lambda: studio.versions("outlived") == [2, 1], within_s=120)  # a minute on a busy machine
-    except AssertionError:
-        pytest.fail((Home(studio.cli.home).logs / "engine.log").read_text()[-5000:])
+    agent = run(until_moved(laptop, "outlived", kill))
+    eventually(lambda: studio.versions(agent) == [2, 1], within_s=120)  # a busy machine decodes it for a minute
     eventually(lambda: answers(laptop.engine, ENGINE_SERVICE))  # its `kvasir up` starts another
 
 
