@@ -102,13 +102,17 @@ auto turn_heads = [&](int pass) {
 auto attend = [&]() {
   const int part = kv_warp / PART_WARPS, warp = kv_warp % PART_WARPS;
   float* mine = room + part * (SPLIT_BYTES / 4);
-  int items = 0;
-  for (int row = 0; row < rows; ++row) items += (own_places[row] + SPLIT_TOKENS) / SPLIT_TOKENS * KV_HEADS;
+  // Whole splits of all rows come first: what a block takes besides are last ones, which have few tokens.
+  auto splits_of = [&](int row, bool are_whole) { return are_whole ? own_places[row] / SPLIT_TOKENS : int(own_places[row] >= 0); };
+  int wholes = 0, lasts = 0;
+  for (int row = 0; row < rows; ++row) wholes += splits_of(row, true), lasts += splits_of(row, false);
+  const int items = (wholes + lasts) * KV_HEADS;
   KV_ROLLED for (int item = kv_block_x + part * blocks; item < items && part < PARTS; item += PARTS * blocks) {
-    int row = 0, rest = item;
-    while (rest >= (own_places[row] + SPLIT_TOKENS) / SPLIT_TOKENS * KV_HEADS)
-      rest -= (own_places[row++] + SPLIT_TOKENS) / SPLIT_TOKENS * KV_HEADS;
-    const int head = rest % KV_HEADS, split = rest / KV_HEADS, place = own_places[row];
+    const bool is_whole = item < wholes * KV_HEADS;
+    int row = 0, split = item / KV_HEADS - (is_whole ? 0 : wholes);
+    while (split >= splits_of(row, is_whole)) split -= splits_of(row++, is_whole);
+    const int head = item % KV_HEADS, place = own_places[row];
+    if (!is_whole) split = place / SPLIT_TOKENS;
     const long page = block_table[row * splits + split];
     // Of tokens that are tried ahead, several rows' are in one page, and each is seen by those behind it.
     const bool is_in = kv_lane < rows && own_places[kv_lane % rows] >= 0 && own_places[kv_lane % rows] / SPLIT_TOKENS == split &&
