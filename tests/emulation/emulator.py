@@ -52,6 +52,7 @@ _RUN = """extern "C" void kv_run(const void** inputs, const long* sizes, const b
                        bool are_copies_early) {
   fibers::are_copies_early = are_copies_early;
   fibers::are_blocks_together = %s;
+  fibers::are_warps_apart = %s;
   fibers::cluster = %d;
   std::vector<fibers::Copied> copies;
   for (int i = 0; i < %d; ++i) copies.emplace_back(inputs[i], sizes[i]);
@@ -156,7 +157,8 @@ class EmulatedKernel:
         """The function that copies what a kernel is given, and runs it."""
         is_together = self.source.cluster > 1 or "kv_grid_barrier(" in self.source.source
         together = "true" if is_together else "false"
-        return _RUN % (together, self.source.cluster, len(types), ", ".join(arguments), len(types))
+        apart = "false" if "fibers::delay(" in self._header() else "true"  # their lanes meet in every order by delays
+        return _RUN % (together, apart, self.source.cluster, len(types), ", ".join(arguments), len(types))
 
     def _header(self) -> str:
         header = self.source.header

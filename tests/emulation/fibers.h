@@ -47,6 +47,7 @@ inline int cluster = 1;                   // so many blocks, neighbours in x, kn
 inline std::vector<Meeting> clusters;
 inline std::vector<char*> of_blocks;      // memories of those that run at once
 inline bool are_blocks_together;  // all of a grid's row run at once, because they wait for each other; else one does
+inline bool are_warps_apart;  // each goes as far as it can alone; else all of a block go on together
 inline int block_lanes;
 inline int current, moves;
 inline bool are_copies_early;  // asynchronous copies arrive as early as they may, or as late
@@ -112,10 +113,10 @@ inline const Slot* shown(const Slot& mine) {
   return theirs;
 }
 
-// One turn of each lane of a block; how many are left.
-inline size_t run_lanes(size_t first) {
+// One turn of each of some lanes; how many are left.
+inline size_t run_lanes(size_t first, size_t count) {
   size_t left = 0;
-  for (size_t i = first; i < first + block_lanes; ++i) {
+  for (size_t i = first; i < first + count; ++i) {
     Fiber& fiber = lanes[i];
     if (fiber.is_done) continue;
     current = int(i);
@@ -135,7 +136,21 @@ inline size_t run_lanes(size_t first) {
   return left;
 }
 
-// Each block goes as far as it can before the next one does: one that does not wait for the others is too early.
+// Each of some parts goes as far as it can before the next one does: one that does not wait for the others is too early.
+// Where copies are late the last part is the first, so that each part is early in one of the two.
+inline size_t run_far(size_t first, size_t count, size_t each) {
+  size_t left = 0;
+  for (size_t at = count; at; at -= each) {
+    size_t own_left = each;
+    for (int own = moves - 1; own != moves && own_left;) {
+      own = moves;
+      own_left = run_lanes(are_copies_early ? first + count - at : first + at - each, each);
+    }
+    left += own_left;
+  }
+  return left;
+}
+
 inline void run_blocks(const std::vector<char*>& memories) {
   for (Fiber& fiber : lanes) fiber.is_started = fiber.is_done = false;
   for (Meeting& warp : warps) warp = {0, 0};
@@ -153,7 +168,7 @@ inline void run_blocks(const std::vector<char*>& memories) {
       size_t own_left = block_lanes;
       for (int own = moves - 1; own != moves && own_left;) {
         own = moves;
-        own_left = run_lanes(i * block_lanes);
+        own_left = run_far(i * block_lanes, block_lanes, are_warps_apart ? 32 : block_lanes);
       }
       left += own_left;
     }
