@@ -214,7 +214,7 @@ def test_where_the_disk_fails_at_one_of_several_blobs_nothing_of_them_stays_rese
     disk = StumblingDisk()
     with lab.open(disk, quota_bytes=2 * next(iter(blobs)).size_bytes) as store:
         disk.fails_at = 2
-        with pytest.raises(OSError, match="Input/output"):
+        with pytest.raises(Unavailable, match="the disk failed with EIO"):
             store.blobs.open_writers(NS, [NewBlob(digest, BlobKind.TENSORS) for digest in blobs])
         assert store.statistics.of(NS).reserved_bytes == 0
         write(store, *next(iter(blobs.items())), BlobKind.TENSORS)

@@ -524,6 +524,7 @@ OWN = (
     Own("cachestore_svc/moving/inbound.py: outcomes", "one stream of blobs: its sender takes the answers, or waits"),
     Own("cachestore_svc/moving/inbound.py: _room", "one stream of blobs: 64 are whole and not durable at once"),
     Own("inference_svc/first_model.py: _next", "the one engine that takes the model which is loaded first"),
+    Own("inference_svc/memory/store/file_reading.py: _left", "pieces of files whose bytes have their row"),
     Own("inference_svc/engine/mlx_thread.py: _mailbox", "letters of admitted turns, whose number has its row"),
     Own(
         "clients/python/kvasir/store_for_mlx_lm/stored_caches.py: waiting",
