@@ -69,6 +69,7 @@ def test_products_of_warpgroups_are_attention_whatever_lies_elsewhere(name: str)
 
 
 @needs_compiler
+@pytest.mark.long(5)
 @pytest.mark.parametrize(("length", "window"), [(45 + 190, None), (343, 150)])
 def test_at_a_tiles_border_a_query_sees_all_its_tokens_and_no_other(length: int, window: int | None) -> None:
     """The first query sees all of a tile but its last token, or the last query all but the first; all weigh alike."""
