@@ -7,6 +7,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -78,19 +79,13 @@ def test_an_object_comes_without_obstore(bucket: Bucket, most_bytes: int) -> Non
 
 def test_readers_beside_each_other_get_their_own_objects(server: LyingServer, bucket: Bucket) -> None:
     server.objects |= {f"agents/a/{number}": bytes([number]) * (1 << 20 | number) for number in range(8)}
-    wrong = list[int]()
 
-    def read(number: int) -> None:
-        for _ in range(6):
-            if bytes(alone(bucket).get(f"a/{number}", 1 << 21)) != server.objects[f"agents/a/{number}"]:
-                wrong.append(number)
+    def read(number: int) -> list[bool]:
+        own = server.objects[f"agents/a/{number}"]
+        return [alone(bucket).get(f"a/{number}", 1 << 21) == own for _ in range(6)]
 
-    threads = [threading.Thread(target=read, args=(number,)) for number in range(8)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert not wrong
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(read, range(8))) == [[True] * 6] * 8
     assert 1 <= resting(bucket) <= 8
 
 

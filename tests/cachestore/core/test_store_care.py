@@ -9,8 +9,10 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 
 import pytest
 from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
@@ -348,17 +350,18 @@ def test_verify_of_an_agent_reads_its_blobs_and_no_others(lab: Lab, store: Store
 
 def test_a_check_beside_writers_finds_nothing_wrong(lab: Lab, store: Store) -> None:
     is_over = Event()
-    findings: list[object] = []
 
-    def look() -> None:
+    def look() -> Iterator[object]:
         while not is_over.is_set():
-            findings.extend(store.care.check(repair=True).findings)
+            yield from store.care.check(repair=True).findings
 
-    watcher = Thread(target=look)
-    watcher.start()
-    for number in range(30):
-        publish(store, f"agent-{number % 7}-{number}", SyntheticAgent(SMALL, number).turn(30), 0, f"ns-{number % 5}")
-        store.care.collect_garbage()
-    is_over.set()
-    watcher.join()
-    assert findings == []
+    with ThreadPoolExecutor(1) as threads:
+        findings = threads.submit(lambda: list(look()))
+        try:
+            for number in range(30):
+                content = SyntheticAgent(SMALL, number).turn(30)
+                publish(store, f"agent-{number % 7}-{number}", content, 0, f"ns-{number % 5}")
+                store.care.collect_garbage()
+        finally:
+            is_over.set()
+    assert findings.result() == []

@@ -5,7 +5,7 @@ import shutil
 import sqlite3
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -189,15 +189,14 @@ def test_a_journal_shortened_beside_a_commit_that_fails_tells_nothing_of_it(
                 store.agents.update(NS, "a", labels={"x": "y"})
 
         disk.is_failing = True
-        failing = threading.Thread(target=fail)
-        failing.start()
-        assert disk.stands.wait(60)
-        shortening = threading.Thread(target=collecting.shorten, args=(core,))
-        shortening.start()
-        is_read.wait(0.5)
-        disk.goes_on.set()
-        for thread in (failing, shortening):
-            thread.join()
+        with ThreadPoolExecutor(2) as threads:
+            failing = threads.submit(fail)
+            assert disk.stands.wait(60)
+            shortening = threads.submit(collecting.shorten, core)
+            is_read.wait(0.5)
+            disk.goes_on.set()
+            for each in (failing, shortening):
+                each.result()
         disk.is_failing = False
         assert not core.journal.is_long
         shutil.copytree(lab.root, tmp_path / "left")

@@ -2,8 +2,8 @@
 
 import random
 import resource
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
@@ -110,21 +110,19 @@ def from_frames(objects: dict[str, bytes]) -> Read:
 def test_readers_beside_each_other_get_their_own_bytes(source: Callable[[dict[str, bytes]], Read]) -> None:
     chance = random.Random(7)
     objects = {str(number): chance.randbytes(chance.randrange(3 * MIB)) for number in range(12)}
-    read, wrong = source(objects), list[str]()
+    read = source(objects)
 
-    def look(seed: int) -> None:
+    def look(seed: int) -> list[str]:
+        wrong = list[str]()
         names, held = random.Random(seed), list[tuple[str, memoryview]]()
         for _ in range(10):
             name = names.choice(list(objects))
             held = [*held[-2:], (name, read(name))]  # others are read while these are looked at
             wrong.extend(each for each, data in held if data != objects[each])
+        return wrong
 
-    threads = [threading.Thread(target=look, args=(seed,)) for seed in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert wrong == []
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(look, range(4))) == [[]] * 4
 
 
 def test_frames_of_any_sizes_give_the_blob_from_memory_that_grows() -> None:
