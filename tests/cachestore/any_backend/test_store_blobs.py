@@ -94,12 +94,12 @@ def test_a_part_that_went_bad_between_two_writes_is_refused(lab: Lab, store: Sto
     write(store, digest, data, TENSORS)
 
 
-@pytest.mark.parametrize("offset", [1, 999, 4096])
-def test_an_offset_that_is_not_the_next_is_refused(store: Store, offset: int) -> None:
+def test_an_offset_that_is_not_the_next_is_refused(store: Store) -> None:
     digest, data = a_block()
-    with store.blobs.open_writer(NS, digest, TENSORS) as writer:
-        with pytest.raises(InvalidArgument, match="expected 0"):
-            writer.write(offset, data[offset:])
+    for offset in (1, 999, 4096):
+        with store.blobs.open_writer(NS, digest, TENSORS) as writer:
+            with pytest.raises(InvalidArgument, match="expected 0"):
+                writer.write(offset, data[offset:])
 
 
 def test_more_bytes_than_the_digest_says_are_refused(lab: Lab, store: Store) -> None:
@@ -143,14 +143,10 @@ def test_a_header_that_arrives_in_drops_is_checked_too(store: Store) -> None:
     assert bytes(store.blobs.read(NS, digest)) == data
 
 
-@pytest.mark.parametrize(
-    "data",
-    [b"", b"\x00" * 7, b"not a tensor file" * 9, random.Random(0).randbytes(300)],
-    ids=["nothing", "seven zeros", "text", "noise"],
-)
-def test_what_is_no_tensor_file_is_refused(store: Store, data: bytes) -> None:
-    with pytest.raises(InvalidArgument, match="tensor header"):
-        write(store, Digest.of(data), data, TENSORS)
+def test_what_is_no_tensor_file_is_refused(store: Store) -> None:
+    for data in (b"", b"\x00" * 7, b"not a tensor file" * 9, random.Random(0).randbytes(300)):
+        with pytest.raises(InvalidArgument, match="tensor header"):
+            write(store, Digest.of(data), data, TENSORS)
 
 
 def test_what_is_no_manifest_is_refused(store: Store) -> None:
