@@ -53,7 +53,6 @@ _RUN = """extern "C" void kv_run(const void** inputs, const long* sizes, const b
   fibers::are_copies_early = are_copies_early;
   fibers::are_blocks_together = %s;
   fibers::are_warps_apart = %s;
-  fibers::cluster = %d;
   std::vector<fibers::Copied> copies;
   for (int i = 0; i < %d; ++i) copies.emplace_back(inputs[i], sizes[i]);
   fibers::run(grid, lane_count, shared_bytes, [&] { kernel::kernel(%s); });
@@ -155,10 +154,9 @@ class EmulatedKernel:
 
     def run_text(self, types: tuple[mx.Dtype, ...], output_types: tuple[mx.Dtype, ...], arguments: list[str]) -> str:
         """The function that copies what a kernel is given, and runs it."""
-        is_together = self.source.cluster > 1 or "kv_grid_barrier(" in self.source.source
-        together = "true" if is_together else "false"
+        together = "true" if "kv_grid_barrier(" in self.source.source else "false"
         apart = "false" if "fibers::delay(" in self._header() else "true"  # their lanes meet in every order by delays
-        return _RUN % (together, apart, self.source.cluster, len(types), ", ".join(arguments), len(types))
+        return _RUN % (together, apart, len(types), ", ".join(arguments), len(types))
 
     def _header(self) -> str:
         header = self.source.header

@@ -43,9 +43,6 @@ inline std::vector<Slot> slots;  // two per lane: a lane may be one meeting ahea
 inline std::vector<Meeting> all;                      // by block, of those that run at once
 inline std::vector<std::array<Meeting, 16>> named;  // as `all`
 inline Meeting grid;
-inline int cluster = 1;                   // so many blocks, neighbours in x, know each other's memory
-inline std::vector<Meeting> clusters;
-inline std::vector<char*> of_blocks;      // memories of those that run at once
 inline bool are_blocks_together;  // all of a grid's row run at once, because they wait for each other; else one does
 inline bool are_warps_apart;  // each goes as far as it can alone; else all of a block go on together
 inline int block_lanes;
@@ -94,13 +91,6 @@ inline void meet_block() {
   meet(all[current / block_lanes], block_lanes);
 }
 inline void meet_named(int id, int count) { meet(named[current / block_lanes][id], count); }
-inline int rank() { return int(block.x) % cluster; }
-inline void meet_cluster() { meet(clusters[block.x / cluster], cluster * block_lanes); }
-// The same place in the block of a rank.
-template <typename Place>
-inline Place* place_at(Place* place, int other) {
-  return (Place*)(of_blocks[block.x / cluster * cluster + other] + ((char*)place - shared));
-}
 inline void meet_grid() { meet(grid, int(lanes.size())); }
 
 // Show a slot to the other lanes of the warp; returns theirs.
@@ -157,8 +147,6 @@ inline void run_blocks(const std::vector<char*>& memories) {
   all.assign(memories.size(), {0, 0});
   named.assign(memories.size(), {});
   grid = {0, 0};
-  clusters.assign(memories.size() / cluster + 1, {0, 0});
-  of_blocks = memories;
   for (size_t left = lanes.size(); left;) {
     int before = moves;
     left = 0;

@@ -2,26 +2,22 @@
 // not see whether fences are missing: neither those for writes that products read, nor those for registers.
 typedef unsigned long long kv_u64;
 
-// A barrier's word: how many it waits for, how many are missing, its phase, and bytes that are still to be sent.
+// A barrier's word: how many it waits for, how many are missing, and its phase.
 struct KvBarrier {
-  uint64_t count : 10, missing : 10, phase : 12;
-  int64_t left : 32;
+  uint16_t count, missing;
+  uint32_t phase;
 };
 KV_FN void kv_barrier_init(kv_u64* barrier, int count) {
-  KvBarrier made = {uint64_t(count), uint64_t(count), 0, 0};
+  KvBarrier made = {uint16_t(count), uint16_t(count), 0};
   std::memcpy((void*)barrier, &made, 8);
 }
-inline void kv_barrier_count(kv_u64* barrier, int arrived, int bytes) {
+KV_FN void kv_barrier_arrive(kv_u64* barrier) {
   KvBarrier* mine = (KvBarrier*)barrier;
   ++fibers::moves;
-  mine->missing -= arrived;
-  mine->left += bytes;
-  if (mine->missing || mine->left) return;
-  mine->missing = mine->count;
-  ++mine->phase;
-}
-KV_FN void kv_barrier_arrive(kv_u64* barrier) {
-  kv_barrier_count(barrier, 1, 0);
+  if (!--mine->missing) {
+    mine->missing = mine->count;
+    ++mine->phase;
+  }
   fibers::delay(fibers::current < 128);  // what is written after this is late
 }
 KV_FN void kv_barrier_wait(kv_u64* barrier, int parity) {
@@ -29,21 +25,6 @@ KV_FN void kv_barrier_wait(kv_u64* barrier, int parity) {
   while (int(mine->phase % 2) == parity) fibers::leave();
   fibers::delay(fibers::current < 128);  // whoever writes next, or multiplies next
   __syncwarp();
-}
-KV_FN void kv_cluster_wait(kv_u64* barrier, int parity) { kv_barrier_wait(barrier, parity); }
-KV_FN int kv_cluster_rank() { return fibers::rank(); }
-KV_FN void kv_cluster_barrier() { fibers::meet_cluster(); }
-KV_FN void kv_barrier_arrive_at(kv_u64* barrier, int rank) { kv_barrier_count(fibers::place_at(barrier, rank), 1, 0); }
-KV_FN void kv_barrier_expect(kv_u64* barrier, int bytes) { kv_barrier_count(barrier, 1, bytes); }
-KV_FN void kv_send(float* to, const float* four, kv_u64* barrier, int rank) {
-  fibers::expect_aligned(to);
-  std::memcpy(fibers::place_at(to, rank), four, 16);
-  kv_barrier_count(fibers::place_at(barrier, rank), 0, -16);
-}
-KV_FN void kv_copies_arrive(kv_u64* barrier) {
-  for (KvCopy copy : kv_next[fibers::current]) kv_finish(copy);
-  kv_next[fibers::current].clear();
-  kv_barrier_count(barrier, 1, 0);
 }
 KV_FN void kv_threads_barrier(int id, int count) { fibers::meet_named(id, count); }
 KV_FN int kv_same_in_warp(int x) { return x; }
@@ -113,13 +94,12 @@ KV_FN void kv_scores_begin(float (&c)[32], kv_u64 a, kv_u64 b) {
       for (int k = 0; k < 16; ++k) rows[r][k] = kv_element<IS_BFLOAT>(a, g + r * 8, k);
     for (int n = 0; n < 8; ++n)
       for (int j = 0; j < 2; ++j) {
-        float sums[2];
-        for (int r = 0; r < 2; ++r) sums[r] = IS_ADDED ? to[n * 4 + 2 * r + j] : 0;
+        float sums[2] = {0, 0};
         for (int k = 0; k < 16; ++k) {
           const float other = kv_element<IS_BFLOAT>(b, n * 8 + 2 * t + j, k);
           for (int r = 0; r < 2; ++r) sums[r] += rows[r][k] * other;
         }
-        for (int r = 0; r < 2; ++r) to[n * 4 + 2 * r + j] = sums[r];
+        for (int r = 0; r < 2; ++r) to[n * 4 + 2 * r + j] = sums[r] + (IS_ADDED ? to[n * 4 + 2 * r + j] : 0);
       }
   });
 }

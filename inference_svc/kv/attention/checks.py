@@ -15,7 +15,6 @@ from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.reference import LayerPages, Scoring, reference_attention
 from inference_svc.kv.codec import SCALE_TYPES, Codec, EncodedRows, ExactCodec, QuantizedCodec, RotatedCodec
 from inference_svc.kv.model_hooks import step_attention_check, whole_layer_check
-from inference_svc.kv.model_hooks.cluster_rows import cluster_rows
 from inference_svc.kv.model_hooks.few_rows import few_rows
 from inference_svc.kv.page import PAGE_TOKENS, PageFormat, RowFormat
 from inference_svc.kv.pages.page_rows import UNIT, pages_of_rows
@@ -26,9 +25,6 @@ _TOKENS = 2 * PAGE_TOKENS
 _NEW = range(PAGE_TOKENS - 3, PAGE_TOKENS + 3)  # new rows, on both sides of a block's border
 _WINDOW = 100
 _SHARE = 2  # query heads of each kv head
-# Outputs, inputs, and whether they are gates.
-_CLUSTER_CASES = (200, 4096, True), (4096, 5120, False)
-_CLUSTER_ROWS = 40
 _TILED = (12, 40)  # queries of a head whose rows tiles serve
 # Sums are rounded in another order than the reference's, and in 16 bits.
 _TOLERANCE = 0.03
@@ -84,32 +80,6 @@ def why_wrong_joined() -> str:
                 few_rows(x, pair, is_gated=True)[0].astype(mx.float32), gated, rtol=0.01, atol=1e-3
             ).item():
                 yield "gated products differ from the reference"
-
-    return _first(differences)
-
-
-def why_wrong_clusters() -> str:
-    """Why Hopper's own products must not serve more rows in few_rows' place: called where that is right. They have the
-    bits that it gives fewer rows: of gates whose x blocks keep, and of sums with other rows where x comes again.
-    """
-
-    def differences() -> Iterator[str]:
-        for width, depth, is_gated in _CLUSTER_CASES:
-            x, w = (
-                mx.random.normal((rows, depth), mx.bfloat16, scale=depth**-0.25, key=mx.random.key(rows))
-                for rows in (_CLUSTER_ROWS, 2 * width if is_gated else width)
-            )
-            x, matrices = x[None], list(w.reshape(-1, width, depth))
-            added = None if is_gated else x[..., :width]
-            parts = list[mx.array]()
-            for first in range(0, _CLUSTER_ROWS, 16):
-                some = slice(first, first + 16)
-                more, fewer = None if added is None else added[:, some], [(each,) for each in matrices]
-                parts += few_rows(x[:, some], fewer, is_gated=is_gated, added=more)
-            right = mx.concatenate(parts, axis=1)
-            (made,) = cluster_rows(x, matrices, [right.shape], is_gated=is_gated, added=added)
-            if not mx.array_equal(made, right).item():
-                yield "products by clusters have other bits"
 
     return _first(differences)
 

@@ -14,7 +14,6 @@ from kvasir.cachestore.v1 import identity_pb2
 from inference_svc.kv.attention import tiles
 from inference_svc.kv.attention.checks import (
     why_wrong,
-    why_wrong_clusters,
     why_wrong_joined,
     why_wrong_layers,
     why_wrong_products,
@@ -24,10 +23,8 @@ from inference_svc.kv.attention.checks import (
 )
 from inference_svc.kv.attention.fused import TYPE_NAMES
 from inference_svc.kv.attention.geometry import has_tiles, why_not
-from inference_svc.kv.attention.hopper import is_hopper
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.codec import layer_codecs
-from inference_svc.kv.model_hooks import cluster_rows
 from inference_svc.kv.page import PageFormat
 from inference_svc.kv.pages.groups import groups_of
 from inference_svc.kv.policy import Rung, policy_of
@@ -108,8 +105,6 @@ class KernelChoice:
         """Whether the kernel of few rows computes the model's products: on CUDA, where it is right."""
         if self._dialect is Dialect.CUDA:
             self._has_few_rows = not self._recorded("products of few rows", why_wrong_products)
-        if self._has_few_rows and is_hopper() and cluster_rows.has_room():
-            cluster_rows.allow(is_right=not self._recorded("products by clusters", why_wrong_clusters, _FEW_ROWS))
         return self._has_few_rows
 
     def joins_steps(self) -> bool:

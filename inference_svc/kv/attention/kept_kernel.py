@@ -32,7 +32,7 @@ _SHAPE = re.compile(r"\b(\w+)_shape\[(\d)\]")
 # Shows in one number that code, arguments and launch arrive as they should.
 _TRIAL = KernelSource("kv_trial", ("given",), ("found",), "", "found[0] = given[0] + given_shape[0];")
 _TRIAL_TYPES = (mx.int32,)
-_LOADING = (1, 1, 2)  # of a block that is launched so that MLX loads its program: its threads leave at once
+_LOADING = (1, 1, 2)  # a block that is launched so that MLX loads its program: its threads leave at once
 _LEAVE = f"if (blockDim.z == {_LOADING[2]}) return;"
 _SEED, _FACTOR = 0xC70F6907, 0xC6A4A7935BD1E995  # of `std::hash` in libstdc++, which is MurmurHash64A
 _refused: set[str] = set()
@@ -84,8 +84,7 @@ class KeptKernel:
             return self._otherwise(template=template, **launch)
         name, code = program
         if self._source is not _TRIAL:
-            counts = len(inputs), len(output_shapes), len(self._sizes)
-            code = _short_code(name, code, counts, self._shared_bytes, self._source.cluster)
+            code = _short_code(name, code, (len(inputs), len(output_shapes), len(self._sizes)), self._shared_bytes)
         made: Any = mx.fast.precompiled_cuda_kernel(
             name=name,
             compiled_source=code,
@@ -131,17 +130,15 @@ def _finds_by_hash() -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _short_code(name: str, code: bytes, counts: tuple[int, int, int], shared_bytes: int, cluster: int) -> bytes:
+def _short_code(name: str, code: bytes, counts: tuple[int, int, int], shared_bytes: int) -> bytes:
     """Loads a program; returns the string that it is launched by: its code, where MLX finds no program otherwise.
-    `counts`: of inputs, outputs and sizes. `cluster`: the least blocks of a launch. MLX allows a program as much shared
-    memory as its first launch takes.
+    `counts`: of inputs, outputs and sizes. MLX allows a program as much shared memory as its first launch takes.
     """
     if not _finds_by_hash() or (short := same_hash(code)) is None:
         return code
     inputs, outputs, sizes = counts
     nothing: dict[str, Any] = {"output_shapes": [(1,)] * outputs, "output_dtypes": [mx.int32] * outputs}
-    grid = (cluster, *_LOADING[1:])
-    block: dict[str, Any] = {"grid": grid, "threadgroup": _LOADING, "shared_memory": shared_bytes}
+    block: dict[str, Any] = {"grid": _LOADING, "threadgroup": _LOADING, "shared_memory": shared_bytes}
     facts: dict[str, Any] = {"name": name, "compiled_source": code, "scalars": [0] * sizes}
     try:
         given = [mx.zeros(1, mx.int32)] * inputs
@@ -232,7 +229,6 @@ def program_text(
     inner = f"{', '.join(parameters)}) {{\n{_LEAVE}\n{constants}\n{body}\n}}\n"
     name = f"{source.name}_{blake2b(inner.encode(), digest_size=6).hexdigest()}"
     bounds = "" if most_threads is None else f"__launch_bounds__({most_threads}, 1) "
-    bounds += "" if source.cluster == 1 else f"__cluster_dims__({source.cluster}, 1, 1) "
     return name, text("cuda_types.h") + source.header + f'extern "C" __global__ void {bounds}{name}(' + inner
 
 

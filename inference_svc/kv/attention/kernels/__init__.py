@@ -10,7 +10,6 @@ from pathlib import Path
 _HERE = Path(__file__).parent
 CUDA_INSTRUCTIONS = "cuda_instructions.h"
 HOPPER_INSTRUCTIONS = "hopper_instructions.h"
-BLOCKS_OF_A_CLUSTER = 4  # of cluster_rows.h, whose warps' sums in few_rows.h are as many
 
 CUDA_SHARED = """
 extern __shared__ float4 kv_shared_bytes[];
@@ -72,7 +71,6 @@ class KernelSource:
     header: str
     source: str
     written_inputs: tuple[str, ...] = ()  # which the kernel writes where they lie
-    cluster: int = 1  # so many blocks, neighbours in x, run at once and write into each other's shared memory
 
 
 _SPLIT_INPUTS = ("queries", "pages", "block_table", "lengths", "settings")
@@ -145,19 +143,6 @@ def few_rows_source(count: int, *, is_packed: bool, is_gated: bool = False, adds
     """Products of a few rows with `count` matrices, each one array, or its codes, scales and biases; of CUDA alone.
     `is_gated`: the first of two opens for the second, one result. `adds`: the result of one gets rows added.
     """
-    return _products_source("few_rows", (CUDA_INSTRUCTIONS, "few_rows.h"), (count, is_packed, is_gated, adds))
-
-
-@cache
-def cluster_rows_source(count: int, *, is_gated: bool, adds: bool) -> KernelSource:
-    """As `few_rows_source`, of more rows and matrices that are not packed, by instructions that only Hopper has."""
-    parts = CUDA_INSTRUCTIONS, HOPPER_INSTRUCTIONS, "few_rows.h", "cluster_rows.h"
-    return replace(_products_source("cluster_rows", parts, (count, False, is_gated, adds)), cluster=BLOCKS_OF_A_CLUSTER)
-
-
-def _products_source(name: str, parts: tuple[str, ...], kind: tuple[int, bool, bool, bool]) -> KernelSource:
-    """`kind`: as `few_rows_source` has it."""
-    count, is_packed, is_gated, adds = kind
     numbers, kinds = range(count), ("w", "scales", "biases") if is_packed else ("w",)
     outputs = ("y0",) if is_gated else tuple(f"y{i}" for i in numbers)
 
@@ -174,7 +159,8 @@ def _products_source(name: str, parts: tuple[str, ...], kind: tuple[int, bool, b
     )
     lists += "" if adds else "const T* const added = nullptr;\n"
     inputs = ("x", *(f"{kind}{i}" for i in numbers for kind in kinds), *(("added",) if adds else ()))
-    return _source(Dialect.CUDA, name, _header(Dialect.CUDA, *parts), inputs, outputs, lists=lists)
+    header = _header(Dialect.CUDA, CUDA_INSTRUCTIONS, "few_rows.h")
+    return _source(Dialect.CUDA, "few_rows", header, inputs, outputs, lists=lists)
 
 
 @cache

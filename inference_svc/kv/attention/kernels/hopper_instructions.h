@@ -27,52 +27,6 @@ KV_FN int kv_same_in_warp(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 // What this thread wrote to shared memory is there for products of matrices, once a barrier follows.
 KV_FN void kv_written_for_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Blocks of a cluster: each has a rank, and they write into each other's shared memory, which has one layout.
-KV_FN int kv_cluster_rank() {
-  int rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-// All threads of all its blocks meet; what they wrote before is there.
-KV_FN void kv_cluster_barrier() {
-  __syncwarp();
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// The same place in the block of a rank.
-KV_FN kv_u32 kv_place_at(const void* place, int rank) {
-  kv_u32 address;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(kv_shared_address(place)), "r"(rank));
-  return address;
-}
-KV_FN void kv_barrier_arrive_at(kv_u64* barrier, int rank) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(kv_place_at(barrier, rank)) : "memory");
-}
-// Arrive, of a phase that ends when so many bytes were sent, too.
-KV_FN void kv_barrier_expect(kv_u64* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(kv_shared_address(barrier)), "r"(bytes) : "memory");
-}
-// As kv_barrier_wait, for what other blocks did.
-KV_FN void kv_cluster_wait(kv_u64* barrier, int parity) {
-  asm volatile(
-      "{\n.reg .pred p;\nWAIT:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(
-          kv_shared_address(barrier)),
-      "r"(parity)
-      : "memory");
-  __syncwarp();
-}
-// Begin to write four floats into the block of a rank, where they count as 16 bytes that were sent to the barrier.
-KV_FN void kv_send(float* to, const float* four, kv_u64* barrier, int rank) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-                   kv_place_at(to, rank)),
-               "f"(four[0]), "f"(four[1]), "f"(four[2]), "f"(four[3]), "r"(kv_place_at(barrier, rank))
-               : "memory");
-}
-// Arrive when all copies that this thread has begun are complete.
-KV_FN void kv_copies_arrive(kv_u64* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(kv_shared_address(barrier)) : "memory");
-}
-
 template <int COUNT>
 KV_FN void kv_take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
