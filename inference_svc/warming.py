@@ -21,7 +21,7 @@ from inference_svc.kv.page import PAGE_TOKENS
 from inference_svc.model.prompting import Prompting
 from inference_svc.text.conversation import dialogue, render
 from inference_svc.text.given_json import GivenJson
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import TokenChars, TokenIds
 
 _DECODED_TOKENS = 3  # the first looks ahead at nothing, the others do
 _SHORT_TOKENS = 16
@@ -236,7 +236,7 @@ def _run(
     begins = tuple(known or ())
     new = (index % engine.vocabulary_size for index in range(len(begins) + 1, prompt_tokens + 1))
     plan = api.TurnPlan(
-        TokenIds((*begins, *new)), (0,) * prompt_tokens, sampling, reuse or api.Cold(), key, is_own=True
+        TokenIds((*begins, *new)), TokenChars((0,) * prompt_tokens), sampling, reuse or api.Cold(), key, is_own=True
     )
     try:
         turn.cancel = engine.submit(plan, on_events).cancel

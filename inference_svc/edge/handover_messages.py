@@ -19,7 +19,7 @@ from inference_svc.edge import messages
 from inference_svc.engine.api import CarriedTurn, Timings
 from inference_svc.handover.passing import Opening, Promise, Stand, Surroundings
 from inference_svc.model.prompting import Tokenized
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import TokenChars, TokenIds
 from inference_svc.turns.phases import BegunPrompt, BegunTurn
 from inference_svc.turns.turn_data import Continuation, Shortening, TurnRequest
 
@@ -48,7 +48,7 @@ def read_opening(message: pb.TurnOpening, peer: str) -> Opening:
         seed=message.seed,
         max_tokens=message.max_tokens,
         prompt=BegunPrompt(
-            Tokenized(TokenIds(message.prompt_token_ids), tuple(message.prompt_token_chars)),
+            Tokenized(TokenIds(message.prompt_token_ids), TokenChars(message.prompt_token_chars)),
             message.rewind_point_tokens if message.HasField("rewind_point_tokens") else None,
             tuple(message.messages),
             message.template_time_ms,

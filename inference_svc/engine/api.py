@@ -14,7 +14,7 @@ from inference_svc.formats.constraint import Constraint
 from inference_svc.kv.damage import DamagedFile as DamagedFile
 from inference_svc.model.embedding.pooling import Pooling, Vector
 from inference_svc.text.replies.reasoning_limit import ReasoningLimit
-from inference_svc.text.token_ids import SequenceState, TokenIds
+from inference_svc.text.token_ids import SequenceState, TokenChars, TokenIds
 
 MOST_DRAFTS = 64  # of a turn in one step
 
@@ -167,7 +167,7 @@ class TurnPlan:
     """One turn: the whole prompt as tokens, the KV that it reuses, and how to generate."""
 
     token_ids: TokenIds
-    token_chars: tuple[int, ...]  # code points that each prompt token completes, as in manifest.proto
+    token_chars: TokenChars  # code points that each prompt token completes, as in manifest.proto
     sampling: SamplingParams
     reuse: Reuse = field(default_factory=Cold)
     key: AgentKey | None = None  # None: the turn reads and leaves no memory

@@ -19,7 +19,7 @@ from inference_svc.formats.grammars import GrammarMatcher
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.text.replies.reasoning_limit import ReasoningWatch
 from inference_svc.text.replies.replayed_reply import ReplayedReply
-from inference_svc.text.token_ids import SequenceState, TokenIds
+from inference_svc.text.token_ids import SequenceState, TokenChars, TokenIds
 from inference_svc.text.token_text import TokenText
 
 if TYPE_CHECKING:  # so that the schedule of sequences is tested where there is no MLX
@@ -324,8 +324,8 @@ class Sequence:
         spelled = self._reply.remembered
         said = self.token_ids[self.cells.prompt_tokens : self.remembered]
         token_ids = self.plan.token_ids + TokenIds(said)
-        token_chars = self.plan.token_chars + tuple(map(len, spelled))
-        token_chars += (0,) * (len(token_ids) - len(token_chars))  # inside a character
+        token_chars = self.plan.token_chars + TokenChars(map(len, spelled))
+        token_chars += TokenChars((0,) * (len(token_ids) - len(token_chars)))  # inside a character
         # States that were computed on shared rows would have to be shared too, so such a memory serves its own agent.
         shareable = 0 if self._model.has_states else self.cells.shareable
         return SequenceState(token_ids, token_chars, shareable, self.rewind_points, self.decoded_to)

@@ -18,7 +18,7 @@ from inference_svc.memory.store.answers import NO_SETTINGS, AgentSettings, Head
 from inference_svc.memory.stored_windows import StoredWindow, stored_windows
 from inference_svc.text.conversation import of_caller
 from inference_svc.text.prefix_matching import NO_TEXT, RememberedText
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import TokenChars, TokenIds
 
 PublicationTask: TypeAlias = asyncio.Task[SnapshotOutcome]
 T = TypeVar("T")
@@ -181,7 +181,7 @@ def from_manifest(manifest: manifest_pb2.Manifest, head: Head, tokenizer_digest:
         manifest.asleep if manifest.HasField("asleep") else None,
     )
     return AgentMemory(
-        transcript=RememberedText(manifest.text, TokenIds(manifest.token_ids), tuple(manifest.token_chars)),
+        transcript=RememberedText(manifest.text, TokenIds(manifest.token_ids), TokenChars(manifest.token_chars)),
         messages=tuple(manifest.messages) if may_claim_replies else of_caller(manifest.messages),
         turn=manifest.turn,
         # An imported manifest may claim anything: it serves its own agent only.

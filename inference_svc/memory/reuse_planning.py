@@ -37,7 +37,7 @@ from inference_svc.text.prefix_matching import (
     match_prefix,
     match_tokens,
 )
-from inference_svc.text.token_ids import NO_TOKENS, TokenIds
+from inference_svc.text.token_ids import NO_CHARS, NO_TOKENS, TokenChars, TokenIds
 
 _LOG = structlog.get_logger(__name__)
 _LONG_TOKENS = 8192  # hashing more tokens than these takes the event loop more than a millisecond or two
@@ -261,7 +261,7 @@ class ReusePlanner:
         elif not prompt.generates and transcript.token_ids and transcript.text == text:
             # Nothing follows it, so it need not end at a character's border.
             match = PrefixMatch(Outcome.EXACT, len(transcript.token_ids), len(text), len(text))
-            tokens = Tokenized(transcript.token_ids, tuple(transcript.token_chars))
+            tokens = Tokenized(transcript.token_ids, transcript.token_chars)
         else:
             match, tokens = await prompting.run(prompt.namespace, lambda: matched(prompting, transcript, text))
         # A generating turn computes at least one token, because its logits give the next token.
@@ -397,10 +397,10 @@ def matched(prompting: Prompting, transcript: RememberedText, text: str) -> tupl
     """A prompt beside a memory, and its tokens: those of the memory that are kept, and of the text behind them."""
     match = match_prefix(transcript, text, ends_whole=prompting.ends_whole) if transcript.token_ids else NO_MATCH
     kept, rest = match.kept_tokens, text[match.kept_chars :]
-    ids, chars = transcript.token_ids[:kept], tuple(transcript.token_chars[:kept])
-    behind = prompting.tokenize(rest, ids[-1] if kept else None) if rest else Tokenized(NO_TOKENS, ())
+    ids, chars = transcript.token_ids[:kept], transcript.token_chars[:kept]
+    behind = prompting.tokenize(rest, ids[-1] if kept else None) if rest else Tokenized(NO_TOKENS, NO_CHARS)
     if kept and rest and not behind.ids:  # characters that the tokenizer leaves out
-        chars = (*chars[:-1], chars[-1] + len(rest))
+        chars = chars[:-1] + TokenChars((chars[-1] + len(rest),))
     return match, Tokenized(ids, chars) + behind
 
 

@@ -24,7 +24,7 @@ from inference_svc.text.replies.reply_spacing import NO_SPACING, Spacing, spacin
 from inference_svc.text.templates.template_clock import ASKS_TIME, TemplateClock, tell_time, telling, wall_clock_ms
 from inference_svc.text.templates.template_names import REASONING, TemplateNames, names_read
 from inference_svc.text.templates.template_settings import AppliedThinking, AskedThinking, Scalar, applied
-from inference_svc.text.token_ids import SequenceState, TokenIds
+from inference_svc.text.token_ids import SequenceState, TokenChars, TokenIds
 from inference_svc.text.token_text import TokenText
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ _NO_TOKEN = -1  # in place of a token that is not special
 @dataclass(frozen=True, slots=True)
 class Tokenized:
     ids: TokenIds
-    chars: tuple[int, ...]
+    chars: TokenChars
 
     def __add__(self, behind: "Tokenized") -> "Tokenized":
         return Tokenized(self.ids + behind.ids, self.chars + behind.chars)
@@ -223,7 +223,7 @@ class Prompting:
                 unclaimed += len(piece)
         if chars:
             chars[-1] += unclaimed
-        return Tokenized(TokenIds(ids), tuple(chars))
+        return Tokenized(TokenIds(ids), TokenChars(chars))
 
     def _piece(self, text: str, last: int | None) -> Tokenized:
         before, head = self._before(last)
@@ -240,7 +240,7 @@ class Prompting:
         if spelled != text:
             # This tokenizer normalizes: its own offsets show which characters a token stands for.
             return self._by_offsets(before, text, len(head))
-        return Tokenized(TokenIds(own), tuple(chars))
+        return Tokenized(TokenIds(own), TokenChars(chars))
 
     def _before(self, last: int | None) -> tuple[str, list[int]]:
         """What a text is tokenized behind, so that no space comes before it: a special token or a line's end."""
@@ -266,7 +266,7 @@ class Prompting:
         spelled, chars = self._token_text.spell(token_ids)
         text = literal_text.from_outside(spelled)
         text, counts = literal_text.insert_guards(
-            text, chars, self.specials.echoed(text, self._structure_spans(token_ids, chars))
+            text, TokenChars(chars), self.specials.echoed(text, self._structure_spans(token_ids, chars))
         )
         return text, Tokenized(TokenIds(token_ids), counts)
 
@@ -344,7 +344,7 @@ class Prompting:
         for index in range(1, len(ends)):
             ends[index] = max(ends[index], ends[index - 1])
         chars = [end - begin for begin, end in pairwise(ends)]
-        return Tokenized(TokenIds(encoded["input_ids"][head:]), tuple(chars))
+        return Tokenized(TokenIds(encoded["input_ids"][head:]), TokenChars(chars))
 
 
 def _special_ids(tokenizer: Any, marks: Collection[str]) -> dict[str, int]:

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
+from inference_svc.text.token_ids import TokenChars
+
 GUARD = "\ufdd0"
 _REPLACEMENT = "\ufffd"
 _SEARCHED_CHARS = 1 << 16  # A search holds the interpreter until it finds a match, so it goes through a text in pieces
@@ -134,14 +136,14 @@ class Specials:
         return places
 
 
-def insert_guards(text: str, token_chars: Sequence[int], places: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+def insert_guards(text: str, token_chars: TokenChars, places: Sequence[int]) -> tuple[str, TokenChars]:
     """Put guards at these places, ascending. Each counts to the token that completes the character before it."""
     if not places:
-        return text, tuple(token_chars)
+        return text, token_chars
     chars, ends = list(token_chars), list(accumulate(token_chars))
     for place in places:
         chars[bisect_left(ends, place)] += 1
-    return with_guards(text, places), tuple(chars)
+    return with_guards(text, places), TokenChars(chars)
 
 
 def with_guards(text: str, places: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvasir.formats.manifest import tokens_within_chars
 
 from inference_svc.text.literal_text import GUARD
-from inference_svc.text.token_ids import NO_TOKENS, TokenIds
+from inference_svc.text.token_ids import NO_CHARS, NO_TOKENS, TokenChars, TokenIds
 
 # A character is at most four bytes, so at most four tokens: eight are enough to see how the last one ends.
 _CHARACTER_WINDOW = 8
@@ -29,16 +29,16 @@ class RememberedText:
 
     text: str
     token_ids: TokenIds
-    token_chars: Sequence[int]
+    token_chars: TokenChars
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.token_chars):
             raise ValueError(f"token_chars: expected {len(self.token_ids)} entries, got {len(self.token_chars)}")
-        if sum(self.token_chars) != len(self.text):
-            raise ValueError(f"token_chars: expected a sum of {len(self.text)}, got {sum(self.token_chars)}")
+        if (total := self.token_chars.total) != len(self.text):
+            raise ValueError(f"token_chars: expected a sum of {len(self.text)}, got {total}")
 
 
-NO_TEXT = RememberedText("", NO_TOKENS, ())
+NO_TEXT = RememberedText("", NO_TOKENS, NO_CHARS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def match_prefix(memory: RememberedText, prompt: str, *, ends_whole: Callable[[S
 def match_tokens(memory: RememberedText, token_ids: TokenIds) -> PrefixMatch:
     """Compare a prompt that came as tokens with a memory: the leading tokens that are the same are kept."""
     kept = common_prefix_length(memory.token_ids, token_ids)
-    chars = sum(memory.token_chars[:kept])
+    chars = memory.token_chars[:kept].total
     if kept < len(memory.token_ids):
         return PrefixMatch(Outcome.DIVERGE if kept else Outcome.NONE, kept, chars, chars)
     return PrefixMatch(Outcome.EXACT if kept == len(token_ids) else Outcome.EXTEND, kept, chars, chars)
@@ -103,7 +103,7 @@ def _tokens_inside(
     if matched < kept_chars:
         # Also without the first tokens of a character that is not kept: a letter in NFC may be two.
         kept = tokens_within_chars(memory.token_chars, matched)
-        kept_chars = sum(memory.token_chars[:kept])
+        kept_chars = memory.token_chars[:kept].total
     # A token may complete a character and begin the next (GPT-2's " âĢ" is a space and two thirds of a quotation
     # mark), so counting completed characters is not enough: such a token is given back too.
     while kept and not ends_whole(memory.token_ids[max(0, kept - _CHARACTER_WINDOW) : kept]):

@@ -127,9 +127,8 @@ class MemoryShortener:
             text, conversation = await prompt_text(self._parts.prompting, request, messages[:-1], prompted.clock)
             transcript, said = memory.transcript, memory.turn
             recalled = Recalled(request, newest, messages=messages, shortened=shortened, event_cursor=cursor)
-            reply = Tokenized(
-                transcript.token_ids[said.prompt_tokens :], tuple(transcript.token_chars[said.prompt_tokens :])
-            )
+            said_before = slice(said.prompt_tokens, None)
+            reply = Tokenized(transcript.token_ids[said_before], transcript.token_chars[said_before])
             made = _beside(prompted, recalled, text, conversation, reply)
             await self._ending.shortened(await self._plans.plan_and_run(made, turn, budget), memory)
 

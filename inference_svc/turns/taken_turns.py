@@ -104,7 +104,7 @@ class TakenTurns:
         made = await prompted(
             self._parts.prompting, recalled, (begun.prompt.template_time_ms, begun.prompt.tools_order)
         )
-        if sum(begun.prompt.tokens.chars) != len(made.text):
+        if begun.prompt.tokens.chars.total != len(made.text):
             raise errors.InvalidArgument.of("opening.prompt_token_chars", f"the prompt has {len(made.text)} characters")
         planned = self._taken_plan(replace(made, shortening=begun.shortening), taken)
         if is_guest(turn):  # the engine, too, lets turns of one agent wait for each other

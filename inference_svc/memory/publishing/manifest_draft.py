@@ -65,7 +65,7 @@ class ManifestDraft:
             token_ids=memory.transcript.token_ids,
             packed_ids=self._packed_ids.of(memory.transcript.token_ids),
             text=memory.transcript.text,
-            token_chars=memory.transcript.token_chars,
+            token_chars=memory.transcript.token_chars.packed(),
             shareable_tokens=memory.shareable_tokens,
             messages=memory.messages,
             tokenizer_digest=model.tokenizer_digest,

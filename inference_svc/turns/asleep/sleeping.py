@@ -200,7 +200,7 @@ class Sleeper:
         transcript = memory.transcript
         return TurnPlan(
             token_ids=transcript.token_ids[: step.prompt],
-            token_chars=tuple(transcript.token_chars[: step.prompt]),
+            token_chars=transcript.token_chars[: step.prompt],
             sampling=SamplingParams(max_tokens=len(step.reply)),
             reuse=Hot(step.keep) if step.keep else Cold(),
             key=key,

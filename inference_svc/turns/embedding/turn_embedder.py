@@ -10,7 +10,7 @@ from inference_svc.engine.engine import Engine, check_fits
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.model.embedding.pooling import Embedded, Pooling
 from inference_svc.model.prompting import Prompting
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import TokenChars, TokenIds
 from inference_svc.turns.admission import Admission
 from inference_svc.turns.turn_reporter import HandOff, run_to_end
 
@@ -46,7 +46,7 @@ class TurnEmbedder:
         ids = await self._ids(namespace, given, field, truncate=truncate)
         plan = TurnPlan(
             ids,
-            (0,) * len(ids),
+            TokenChars((0,) * len(ids)),
             SamplingParams(max_tokens=0),
             pace=Pace(priority),
             namespace=namespace,

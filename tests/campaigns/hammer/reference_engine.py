@@ -20,7 +20,7 @@ from inference_svc.model.prompting import Prompting, Tokenized
 from inference_svc.text.conversation import dialogue, render
 from inference_svc.text.given_json import GivenJson
 from inference_svc.text.prefix_matching import NO_MATCH, NO_TEXT, RememberedText, match_prefix
-from inference_svc.text.token_ids import NO_TOKENS, TokenIds
+from inference_svc.text.token_ids import NO_CHARS, NO_TOKENS, TokenChars, TokenIds
 from tests.campaigns.hammer.records import Alone, TurnRecord
 
 _MEMORY_BYTES = 4 << 30
@@ -126,7 +126,7 @@ class AloneEngine:
         *prompt, last = self._transcripts[agent].token_ids
         plan = TurnPlan(
             token_ids=TokenIds(prompt),
-            token_chars=(1,) * len(prompt),
+            token_chars=TokenChars((1,) * len(prompt)),
             sampling=SamplingParams(max_tokens=1, logit_bias=((last, _FORCED),)),
             key=_key(_anew(agent)),
         )
@@ -146,8 +146,8 @@ class AloneEngine:
         if memory.token_ids:
             match = match_prefix(memory, text, ends_whole=self._prompting.ends_whole)
         kept, rest = match.kept_tokens, text[match.kept_chars :]
-        suffix = self._prompting.tokenize(rest) if rest else Tokenized(NO_TOKENS, ())
-        return kept, Tokenized(memory.token_ids[:kept], tuple(memory.token_chars[:kept])) + suffix
+        suffix = self._prompting.tokenize(rest) if rest else Tokenized(NO_TOKENS, NO_CHARS)
+        return kept, Tokenized(memory.token_ids[:kept], memory.token_chars[:kept]) + suffix
 
     def _copy(self, source: str, target: str) -> None:
         self._forget(target)

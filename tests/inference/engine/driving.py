@@ -26,7 +26,7 @@ from inference_svc.engine.api import (
 )
 from inference_svc.engine.engine import Engine, TurnHandle
 from inference_svc.text.replies.reasoning_limit import ReasoningLimit
-from inference_svc.text.token_ids import SequenceState, TokenIds
+from inference_svc.text.token_ids import SequenceState, TokenChars, TokenIds
 from tests.inference.engine.tiny_models import VOCABULARY
 
 # So many tokens tell one changed token of a context: `test_a_reply_depends_on_its_whole_context` holds them to it.
@@ -118,7 +118,7 @@ class Driver:
         keeps = Keeps.PARTIAL if keep_partial else Keeps.WHOLE if is_remembered else Keeps.NOTHING
         plan = TurnPlan(
             TokenIds(tokens),
-            (1,) * len(tokens),
+            TokenChars((1,) * len(tokens)),
             params,
             reuse or Cold(),
             key,

@@ -24,7 +24,7 @@ from inference_svc.handover.passing import Opening, Stand, Surroundings
 from inference_svc.handover.resume_tokens import LIVES_S, ResumeTokens, WaitingReply
 from inference_svc.memory.recall import NOTHING_REMEMBERED
 from inference_svc.model.prompting import Tokenized
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import TokenChars, TokenIds
 from inference_svc.text.token_text import TokenText
 from inference_svc.turns import taken_turns
 from inference_svc.turns.phases import BegunPrompt, BegunTurn, Prompted, Recalled
@@ -99,7 +99,7 @@ def begun(**others: Any) -> BegunTurn:
     plain: dict[str, Any] = {
         "seed": 2**64 - 1,
         "max_tokens": 9,
-        "prompt": BegunPrompt(Tokenized(TokenIds((5, 6)), (2, 3))),
+        "prompt": BegunPrompt(Tokenized(TokenIds((5, 6)), TokenChars((2, 3)))),
         "parent_manifest": Digest.of(b"parent"),
         "is_brought": False,
         "continuation": Continuation.EXTENDED,
@@ -124,7 +124,7 @@ def test_what_is_written_is_what_is_read() -> None:
 @pytest.mark.parametrize(("token_ids", "is_right"), [((5, 6, 7), True), ((5, 9, 7), False), ((4, 6, 7), False)])
 def test_carried_tokens_begin_with_the_prompt_that_is_remembered(token_ids: tuple[int, ...], is_right: bool) -> None:
     model: Any = SimpleNamespace(kv_identity=SMALL)
-    asked = TurnPlan(TokenIds((5, 6)), (2, 3), SamplingParams(9))
+    asked = TurnPlan(TokenIds((5, 6)), TokenChars((2, 3)), SamplingParams(9))
     carried = CarriedTurn(TokenIds(token_ids), 2, 1, 0, (1, 2), (), {0: 0}, Timings())
     refused = ""
     try:
@@ -137,7 +137,7 @@ def test_carried_tokens_begin_with_the_prompt_that_is_remembered(token_ids: tupl
 @pytest.mark.parametrize("is_brought", [True, False])
 def test_a_taken_turn_stays_brought_and_lends_no_rows(is_brought: bool) -> None:
     carried = CarriedTurn(TokenIds((5, 6, 7)), 2, 0, 2, (1, 2), (), {0: 0}, Timings())
-    made = SimpleNamespace(plan=lambda *_given: TurnPlan(TokenIds((5, 6)), (2, 3), SamplingParams(9)))
+    made = SimpleNamespace(plan=lambda *_given: TurnPlan(TokenIds((5, 6)), TokenChars((2, 3)), SamplingParams(9)))
     flow: Any = SimpleNamespace(_plans=made, _begun_reply=lambda *_given: "")
     taken: Any = SimpleNamespace(begun=begun(is_brought=is_brought), carried=carried)
     request: Any = None
@@ -153,7 +153,7 @@ def test_what_a_turn_waited_before_its_engine_had_it_goes_along() -> None:
     )
     giver = TurnGiver(engine, {}, {}.get, cast("Any", None), "0.1", Clock(), str)
     times = TurnTiming(arrived=10.0, queue_s=1.0, restore_s=0.5, first_token_at=14.0)
-    plan = TurnPlan(TokenIds((5, 6)), (2, 3), SamplingParams(9))
+    plan = TurnPlan(TokenIds((5, 6)), TokenChars((2, 3)), SamplingParams(9))
     planned, request = SimpleNamespace(plan=plan), SimpleNamespace(choice=0)
     turn: Any = SimpleNamespace(planned=planned, request=request, times=times)
     spent = Timings(queue_s=0.25, restore_s=0.125, prefill_s=2.0, first_token_s=2.5, decode_s=7.0)

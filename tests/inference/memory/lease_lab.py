@@ -22,7 +22,7 @@ from inference_svc.memory.store.answers import (
     StoreEvent,
 )
 from inference_svc.text.prefix_matching import RememberedText
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import TokenChars, TokenIds
 from tests.inference.turns.parts import line_parts
 
 KV = "kv"
@@ -119,7 +119,7 @@ class Lab:
     def remember(self, agent: str, *, is_safe: bool = True) -> None:
         publication = Publication(Standing(HEAD, Stage.STORED if is_safe else Stage.MADE))
         self.engine.hot[agent] = AgentMemory(
-            RememberedText("", TokenIds(), ()), (), manifest_pb2.Turn(), 0, "", publication
+            RememberedText("", TokenIds(), TokenChars()), (), manifest_pb2.Turn(), 0, "", publication
         )
 
     def line(self, agent: str) -> Line:

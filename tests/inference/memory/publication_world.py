@@ -21,7 +21,7 @@ from inference_svc.memory.publishing.copies import Copies
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.memory.store.answers import NO_HEAD, AgentHeads, Head, LeaseGrant, Version
 from inference_svc.text.prefix_matching import RememberedText
-from inference_svc.text.token_ids import SequenceState, TokenIds
+from inference_svc.text.token_ids import SequenceState, TokenChars, TokenIds
 from tests.inference.turns.parts import line_parts
 
 KEY = AgentKey("default", "a")
@@ -202,12 +202,12 @@ class House:
 
 def remembered(text: str, head: Head | None, expected_version: int | None = None) -> AgentMemory:
     publication = Publication(Standing(head, expected_version=expected_version))
-    transcript = RememberedText(text, TokenIds([1] * len(text)), [1] * len(text))
+    transcript = RememberedText(text, TokenIds([1] * len(text)), TokenChars([1] * len(text)))
     return AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "", publication)
 
 
 def taken(memory: AgentMemory) -> Any:
-    state = SequenceState(memory.transcript.token_ids, tuple(memory.transcript.token_chars), 0)
+    state = SequenceState(memory.transcript.token_ids, memory.transcript.token_chars, 0)
     tail: Any = (None, memory.transcript.text.encode())
     return Snapshot(0, (), tail, state)
 

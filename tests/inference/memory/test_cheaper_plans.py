@@ -22,7 +22,7 @@ from inference_svc.memory.store.answers import NO_HEAD
 from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.stored_windows import FoundPrefix
 from inference_svc.text.prefix_matching import RememberedText
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import TokenChars, TokenIds
 from tests.inference.memory.test_points import Surroundings
 from tests.inference.turns.parts import Opened, opened
 from tests.made_models.synthetic import SMALL, kv_identity, window_layer
@@ -61,7 +61,7 @@ def costs(compute_s: float) -> RestoreCosts:
 def plan(around: Plain, known: RestoreCosts, text: str, shareable: int | None, most_held: int = 1 << 30) -> Opened:
     """`shareable`: tokens of the agent's memory that any prefill makes; None: it remembers nothing."""
     publication, files = Publication(Standing(NO_HEAD, Stage.STORED)), StoredFiles(list(BLOCKS), TAIL)
-    transcript = RememberedText(TEXT, TokenIds(map(ord, TEXT)), (1,) * len(TEXT))
+    transcript = RememberedText(TEXT, TokenIds(map(ord, TEXT)), TokenChars((1,) * len(TEXT)))
     memory = AgentMemory(transcript, (), manifest_pb2.Turn(), shareable or 0, "t", publication, files)
 
     async def hold(size_bytes: int) -> None:
@@ -141,7 +141,7 @@ def test_of_another_turns_kv_only_blocks_that_every_prefill_makes_count_as_store
 async def test_token_ids_of_another_tokenizer_are_never_taken_for_this_ones(digest: str, is_ours: bool) -> None:
     parts: Any = Plain()
     parts.vocabulary_size = 1 << 20
-    transcript = RememberedText(TEXT, TokenIds([7] * len(TEXT)), (1,) * len(TEXT))
+    transcript = RememberedText(TEXT, TokenIds([7] * len(TEXT)), TokenChars((1,) * len(TEXT)))
     publication = Publication(Standing(NO_HEAD, Stage.ELSEWHERE))
     known = AgentMemory(transcript, (), manifest_pb2.Turn(), 0, digest, publication)
     recollection = Recollection(known, Source.COLD, NO_HEAD, Miss(MissReason.KV_IDENTITY_DIFFERS, "weights"))
@@ -196,7 +196,7 @@ async def test_an_agent_that_is_asleep_and_was_not_woken_has_no_kv_and_its_miss_
     parts: Any = Plain()
     parts.model = SimpleNamespace(**{**vars(Plain.model), "kv_identity": identity, "has_rewind_points": True})
     files = StoredFiles(runs=(), asleep=manifest_pb2.Asleep(wake_ms=1))
-    transcript = RememberedText(TEXT, TokenIds(map(ord, TEXT)), (1,) * len(TEXT))
+    transcript = RememberedText(TEXT, TokenIds(map(ord, TEXT)), TokenChars((1,) * len(TEXT)))
     publication = Publication(Standing(NO_HEAD, Stage.STORED))
     memory = AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "t", publication, files)
 

@@ -30,7 +30,7 @@ from inference_svc.memory.store.answers import (
 )
 from inference_svc.memory.store.leases import StoredLeases
 from inference_svc.text.prefix_matching import RememberedText
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import TokenChars, TokenIds
 from tests.inference.memory.lease_lab import HEAD, HELD, KV, Lab, settle
 
 SEALED = errors.FailedPrecondition("its key was destroyed", reason="NAMESPACE_SEALED")
@@ -500,7 +500,7 @@ def test_of_an_agent_that_is_gone_nothing_stays_that_may_have_been_stored(
 ) -> None:
     async def scenario(lab: Lab) -> None:
         lab.engine.hot["a"] = AgentMemory(
-            RememberedText("", TokenIds(), ()), (), manifest_pb2.Turn(), 0, "", Publication(standing)
+            RememberedText("", TokenIds(), TokenChars()), (), manifest_pb2.Turn(), 0, "", Publication(standing)
         )
         with lab.line("a").in_use() if is_used else contextlib.nullcontext():
             lab.lines._happened(AgentGone("a"))

@@ -22,7 +22,7 @@ from inference_svc.memory.recall import Recall, Recollection
 from inference_svc.memory.store.answers import LEASE_TTL_S, NO_HEAD, AgentHeads, Head, StoreMiss, Version
 from inference_svc.memory.store.patience import Budget
 from inference_svc.text.prefix_matching import RememberedText
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import TokenChars, TokenIds
 from tests.inference.turns.parts import line_parts
 
 KEY = AgentKey("default", "a")
@@ -303,7 +303,9 @@ def recalled(newest: Head, standing: Standing, *, is_being_published: bool) -> t
         publication = Publication(standing)
         if is_being_published:
             publication.task = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
-        memory = AgentMemory(RememberedText("one", TokenIds((1,)), (3,)), (), manifest_pb2.Turn(), 0, "", publication)
+        memory = AgentMemory(
+            RememberedText("one", TokenIds((1,)), TokenChars((3,))), (), manifest_pb2.Turn(), 0, "", publication
+        )
         engine = Engine(memory)
         recall, _ = recall_of(engine, Store(newest))
         found = await recall.newest(KEY, Budget(0.02, 1.0, asyncio.get_running_loop().time))
@@ -389,7 +391,7 @@ async def test_what_extends_the_newest_version_is_used_only_if_nothing_can_have_
     standing: Standing, generation: int | None, counts_until: float, taken_back: bool | None, is_used: bool
 ) -> None:
     """A version that is made again has the number and the manifest of the one that was deleted with what followed."""
-    transcript = RememberedText("one", TokenIds((1,)), (3,))
+    transcript = RememberedText("one", TokenIds((1,)), TokenChars((3,)))
     memory = AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "", Publication(standing))
     recall, line = recall_of(Engine(memory), Store(FIRST, taken_back=taken_back))
     if generation is not None:

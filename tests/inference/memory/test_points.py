@@ -23,7 +23,7 @@ from inference_svc.memory.store.answers import NO_HEAD
 from inference_svc.memory.store.patience import Budget
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.prefix_matching import RememberedText
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import TokenChars, TokenIds
 from tests.inference.turns.parts import Opened, opened
 from tests.made_models.synthetic import MIXED
 
@@ -83,7 +83,7 @@ class Surroundings:
         return True
 
     def tokenize(self, text: str, _last: int | None = None) -> Tokenized:
-        return Tokenized(TokenIds(map(ord, text)), (1,) * len(text))
+        return Tokenized(TokenIds(map(ord, text)), TokenChars((1,) * len(text)))
 
 
 BLOCKS = [Digest.of(b"block 0"), Digest.of(b"block 1")]
@@ -92,7 +92,7 @@ STATES = {point: Digest.of(b"state %d" % point) for point in POINTS}
 
 
 def memory(points: Sequence[int] = POINTS) -> AgentMemory:
-    transcript = RememberedText(TEXT, TokenIds(map(ord, TEXT)), (1,) * len(TEXT))
+    transcript = RememberedText(TEXT, TokenIds(map(ord, TEXT)), TokenChars((1,) * len(TEXT)))
     states = {point: STATES[point] for point in points}
     publication, files = Publication(Standing(NO_HEAD, Stage.STORED)), StoredFiles(list(BLOCKS), TAIL, states=states)
     return AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "t", publication, files, tuple(points))

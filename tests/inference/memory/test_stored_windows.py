@@ -21,7 +21,7 @@ from inference_svc.memory.reuse_planning import Avoid, ComparedPrompt, Prepared,
 from inference_svc.memory.store.answers import NO_HEAD, found_prefix
 from inference_svc.memory.stored_windows import FoundPrefix, StoredWindow, listed_windows, stored_windows
 from inference_svc.text.prefix_matching import RememberedText
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import TokenChars, TokenIds
 from tests.inference.memory.test_points import Surroundings
 from tests.inference.turns.parts import Opened, opened
 from tests.made_models.synthetic import WINDOWED
@@ -65,7 +65,7 @@ class Windowed(Surroundings):
 
 def remembered(stored: Mapping[int, StoredWindow]) -> AgentMemory:
     publication, files = Publication(Standing(NO_HEAD, Stage.STORED)), StoredFiles(list(BLOCKS), TAIL, dict(stored))
-    transcript = RememberedText(TEXT, TokenIds(map(ord, TEXT)), (1,) * len(TEXT))
+    transcript = RememberedText(TEXT, TokenIds(map(ord, TEXT)), TokenChars((1,) * len(TEXT)))
     return AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "t", publication, files)
 
 

@@ -18,7 +18,7 @@ from inference_svc.engine.scheduling.schedulable import Rules, ScheduleRecord, S
 from inference_svc.engine.scheduling.scheduler import Admit, Blocked, Preempt, Scheduler
 from inference_svc.engine.scheduling.step_schedule import Grant, TurnCell
 from inference_svc.kv.pages.page_allocator import PageAllocator
-from inference_svc.text.token_ids import SequenceState, TokenIds
+from inference_svc.text.token_ids import SequenceState, TokenChars, TokenIds
 
 CELL = 256
 INTERACTIVE, BACKGROUND = Priority.INTERACTIVE, Priority.BACKGROUND
@@ -132,7 +132,7 @@ class Kv:
 
 
 def memory(kv: Kv, priority: Priority = INTERACTIVE, chain: tuple[str, ...] = ()) -> ResidentMemory:
-    return ResidentMemory(kv, SequenceState(TokenIds(), (), len(chain) * CELL), chain, priority=priority)
+    return ResidentMemory(kv, SequenceState(TokenIds(), TokenChars(), len(chain) * CELL), chain, priority=priority)
 
 
 class Hot(HotMemories):

@@ -21,7 +21,7 @@ from inference_svc.engine.api import (
 from inference_svc.engine.scheduling.schedulable import Status
 from inference_svc.engine.sequence import Sequence
 from inference_svc.model.model_info import ModelInfo
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import TokenChars, TokenIds
 from inference_svc.text.token_text import TokenText
 
 TEXT = TokenText.of_bytes([b"a", b"b", b"c"].__getitem__)
@@ -42,7 +42,7 @@ IDENTITY = MODEL.kv_identity_hash
 
 def turn(tokens: int, reuse: Reuse | None = None, **fields: object) -> Sequence:
     plain = {"sampling": SamplingParams(1000), "reuse": reuse or Cold(), "key": AgentKey("home", "a")}
-    plan = TurnPlan(TokenIds((1,) * tokens), (1,) * tokens, **(plain | fields))  # type: ignore[arg-type]
+    plan = TurnPlan(TokenIds((1,) * tokens), TokenChars((1,) * tokens), **(plain | fields))  # type: ignore[arg-type]
     return Sequence(plan, MODEL, TEXT, lambda: 0.0)
 
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_svc.text.literal_text import GUARD, Specials, from_outside, insert_guards, without_guards
+from inference_svc.text.token_ids import TokenChars
 
 SPELLINGS = ["<|a|>", "<|a|b|>", "<s>", "|>x", "aba", "[I N]", "§"]
 SPECIALS = Specials(SPELLINGS)
@@ -96,7 +97,7 @@ def test_what_was_said_letter_by_letter_is_told_from_the_token() -> None:
 def test_a_guard_counts_to_the_token_before_it(chars: list[int], data: st.DataObject) -> None:
     text = "abcdefghijklmnopqrstuvwxyz0123456789"[: sum(chars)]
     places = sorted(data.draw(st.sets(st.integers(1, len(text))))) if text else []
-    guarded, counted = insert_guards(text, chars, places)
+    guarded, counted = insert_guards(text, TokenChars(chars), places)
     assert without_guards(guarded) == text
     assert sum(counted) == len(guarded)
     for end, begin in zip(accumulate(counted), accumulate(chars), strict=True):

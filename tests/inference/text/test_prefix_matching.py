@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from inference_svc.text.prefix_matching import Outcome, PrefixMatch, RememberedText, common_prefix_length, match_prefix
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import TokenChars, TokenIds
 
 # Merges that cross character borders: a space with two thirds of a quotation mark, and its last third with an "s".
 _VOCABULARY = [
@@ -44,7 +44,9 @@ def remember(*pieces: str) -> RememberedText:
     tokens = [token for piece in pieces for token in tokenize(piece)]
     ends = [len(spell(tokens[: count + 1]).decode(errors="ignore")) for count in range(len(tokens))]
     return RememberedText(
-        "".join(pieces), TokenIds(tokens), [end - before for end, before in zip(ends, [0, *ends], strict=False)]
+        "".join(pieces),
+        TokenIds(tokens),
+        TokenChars(end - before for end, before in zip(ends, [0, *ends], strict=False)),
     )
 
 
@@ -90,7 +92,7 @@ def test_whatever_part_of_a_memory_matches_is_kept() -> None:
 
 def test_a_memory_that_ends_inside_a_character_gives_that_character_back() -> None:
     tokens = tokenize("ab")
-    half = RememberedText("ab", TokenIds([*tokens, 0xE2]), [2, 0])
+    half = RememberedText("ab", TokenIds([*tokens, 0xE2]), TokenChars([2, 0]))
     assert match(half, "abc") == PrefixMatch(Outcome.DIVERGE, 1, 2, 2)
 
 
@@ -110,4 +112,4 @@ def test_the_common_prefix_is_the_longest(one: str, other: str) -> None:
 
 def test_a_memory_whose_offsets_do_not_add_up_is_refused() -> None:
     with pytest.raises(ValueError, match="sum of 3"):
-        RememberedText("abc", TokenIds([1, 2]), [1, 1])
+        RememberedText("abc", TokenIds([1, 2]), TokenChars([1, 1]))

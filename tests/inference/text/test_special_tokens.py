@@ -23,7 +23,7 @@ from inference_svc.text.conversation import Tool, dialogue, json_of_messages, js
 from inference_svc.text.given_json import GivenJson
 from inference_svc.text.literal_text import GUARD, from_outside, without_guards
 from inference_svc.text.prefix_matching import Outcome, RememberedText, match_prefix
-from inference_svc.text.token_ids import SequenceState, TokenIds
+from inference_svc.text.token_ids import SequenceState, TokenChars, TokenIds
 from inference_svc.text.token_text import TokenText
 from tests.made_models.sampling import sampled
 
@@ -300,7 +300,7 @@ def test_a_reply_is_rendered_and_tokenized_to_the_tokens_that_it_was(data: st.Da
     drawn = data.draw(st.lists(st.sampled_from([*letters, (0,), (1,), (2,), (1022,)]), max_size=12))
     said = [token for tokens in drawn for token in tokens]
     generated, chars = prompting._token_text.spell(said)
-    state = SequenceState(TokenIds([*before.ids, *said]), (*before.chars, *chars), 0)
+    state = SequenceState(TokenIds([*before.ids, *said]), before.chars + TokenChars(chars), 0)
     remembered = prompting.remembered_reply(asked, len(before.ids), generated, generated, state)
     assert without_guards(remembered.transcript.text) == asked + generated
     assert sum(remembered.transcript.token_chars) == len(remembered.transcript.text)

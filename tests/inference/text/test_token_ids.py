@@ -1,4 +1,4 @@
-"""Token ids in one buffer do what tuples of the same numbers do."""
+"""Numbers of tokens in one buffer do what tuples of the same numbers do."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.text.token_ids import NO_TOKENS, TokenIds
+from inference_svc.text.token_ids import NO_CHARS, NO_TOKENS, TokenChars, TokenIds
 
 numbers = st.lists(st.integers(0, (1 << 32) - 1), max_size=20)
 places = st.none() | st.integers(-25, 25)
@@ -54,3 +54,22 @@ def test_nobody_changes_them() -> None:
         ids[0] = 5
     assert ids != (1, 2)
     assert not NO_TOKENS
+
+
+@given(st.lists(st.integers(0, 200), max_size=20), places)
+def test_characters_of_tokens_are_summed_and_packed(counts: list[int], stop: int | None) -> None:
+    chars, some = TokenChars(counts)[:stop], counts[:stop]
+    assert chars.total == sum(some)
+    assert chars.packed() == (bytes(some) if max(some, default=0) < 128 else chars)
+    assert chars + TokenChars((1,)) == TokenChars([*some, 1])
+
+
+def test_a_sum_may_be_more_than_a_number_has_room_for() -> None:
+    assert TokenChars([(1 << 32) - 1] * 3).total == 3 * ((1 << 32) - 1)
+
+
+def test_characters_are_no_ids() -> None:
+    chars: Any = TokenChars([1, 2])
+    assert chars != TokenIds([1, 2])
+    assert TokenIds([1, 2]) != chars
+    assert not NO_CHARS

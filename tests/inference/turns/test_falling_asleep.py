@@ -22,7 +22,7 @@ from inference_svc.memory.lines.line_states import Stage, Standing
 from inference_svc.memory.service_stats import NamespaceCounters
 from inference_svc.memory.store.answers import Head
 from inference_svc.text.prefix_matching import NO_TEXT
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import TokenChars, TokenIds
 from inference_svc.turns.asleep.sleeping import Sleeper
 from inference_svc.turns.progress import Progress, TurnTiming
 from inference_svc.turns.turn_data import TurnRequest
@@ -95,7 +95,7 @@ async def computed_again(request: TurnRequest, *, borrows: bool) -> list[TurnPla
     parts: Any = SimpleNamespace(engine=SimpleNamespace(submit=submit))
     nothing: Any = None
     turn = Progress(request, nothing, TurnTiming(0.0), NamespaceCounters(), task=asyncio.current_task())
-    transcript = RememberedText("abcdef", TokenIds(range(6)), (1,) * 6)
+    transcript = RememberedText("abcdef", TokenIds(range(6)), TokenChars((1,) * 6))
     told = replace(memory(), transcript=transcript, files=StoredFiles(runs=(2, 4)))
     await Sleeper(parts)._computed(turn, KEY, told, borrows=borrows)
     return plans

@@ -16,7 +16,7 @@ from inference_svc.memory.recall import Recollection
 from inference_svc.text.conversation import json_of_messages
 from inference_svc.text.given_json import GivenJson
 from inference_svc.text.prefix_matching import RememberedText
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import TokenChars, TokenIds
 from inference_svc.turns.phases import Prompted, Recalled
 from inference_svc.turns.prompts.own_calls import with_own_calls
 from inference_svc.turns.prompts.texts import _with_own_calls
@@ -90,7 +90,7 @@ def test_a_turn_is_not_refused_where_both_spellings_are_more_json_than_it_may_ha
     large = "x" * (600 << 10)
     said, mine = (ASKED, called(f'{{"a":"{large}"}}')), own(called(f'{{"a": "{large}"}}'))
     memory = AgentMemory(
-        RememberedText("text", TokenIds((1,)), (4,)),
+        RememberedText("text", TokenIds((1,)), TokenChars((4,))),
         (ASKED, mine),
         manifest_pb2.Turn(),
         0,

@@ -45,7 +45,7 @@ from inference_svc.text.literal_text import Specials
 from inference_svc.text.prefix_matching import Outcome, RememberedText
 from inference_svc.text.replies.reply_parts import ReplyReader
 from inference_svc.text.templates.template_clock import TemplateClock
-from inference_svc.text.token_ids import SequenceState, TokenIds
+from inference_svc.text.token_ids import SequenceState, TokenChars, TokenIds
 from inference_svc.text.token_text import TokenText
 from inference_svc.turns.admission import Admission
 from inference_svc.turns.engine_parts import EngineParts
@@ -59,14 +59,16 @@ from tests.inference.turns.parts import line_parts
 
 OURS, THEIRS = Head(5, Digest.of(b"5"), 4), Head(6, Digest.of(b"6"), 5)
 SETTINGS = EngineSettings(listen="unix:/nowhere")
-ENDED = Ended(FinishReason.STOP, "", 2, 0, 1, Timings(), "", "", SequenceState(TokenIds((1, 2)), (1, 1), 0))
+ENDED = Ended(FinishReason.STOP, "", 2, 0, 1, Timings(), "", "", SequenceState(TokenIds((1, 2)), TokenChars((1, 1)), 0))
 
 
 def remembered(head: Head, content: str, source: Source = Source.WARM) -> Recollection:
     messages = (manifest_pb2.Message(role="user", content=content),)
     publication = Publication(Standing(head, Stage.STORED))
     return Recollection(
-        AgentMemory(RememberedText("", TokenIds(), ()), messages, manifest_pb2.Turn(), 0, "", publication), source, head
+        AgentMemory(RememberedText("", TokenIds(), TokenChars()), messages, manifest_pb2.Turn(), 0, "", publication),
+        source,
+        head,
     )
 
 
@@ -102,7 +104,13 @@ class Surroundings:
     async def plan(self, recollection: Recollection, prompt: ComparedPrompt, *how: Any) -> Prepared:
         self.planned.append(prompt.text)
         return Prepared(
-            prompt.text, Tokenized(TokenIds((1, 2)), (1, 1)), Once(None), Source.COLD, Outcome.NONE, None, ()
+            prompt.text,
+            Tokenized(TokenIds((1, 2)), TokenChars((1, 1))),
+            Once(None),
+            Source.COLD,
+            Outcome.NONE,
+            None,
+            (),
         )
 
     def submit(self, plan: object, on_events: Callable[[list[Event]], None]) -> object:
@@ -424,7 +432,8 @@ def take(
         seed=0,
         max_tokens=4,
         prompt=BegunPrompt(
-            Tokenized(TokenIds((1, 2)), (1, 2)), messages=(manifest_pb2.Message(role="user", content="new"),)
+            Tokenized(TokenIds((1, 2)), TokenChars((1, 2))),
+            messages=(manifest_pb2.Message(role="user", content="new"),),
         ),
         parent_manifest=OURS.manifest,
         is_brought=is_brought,

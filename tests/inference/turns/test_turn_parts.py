@@ -24,7 +24,7 @@ from inference_svc.memory.store.answers import NO_HEAD, Head, StoreMiss, head_of
 from inference_svc.memory.store.patience import Budget
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.prefix_matching import Outcome, RememberedText
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import TokenChars, TokenIds
 from inference_svc.turns import turn_reporter
 from inference_svc.turns.phases import Planned, Prompted, Ran, Recalled
 from inference_svc.turns.progress import Outbox, ReaderLimits
@@ -63,7 +63,7 @@ def memory(
 ) -> AgentMemory:
     turn = manifest_pb2.Turn(request_id="r", input_digest="digest", finish_reason=finish_reason)
     return AgentMemory(
-        RememberedText("", TokenIds(), ()),
+        RememberedText("", TokenIds(), TokenChars()),
         messages,
         turn,
         0,
@@ -171,7 +171,7 @@ def test_a_caller_who_goes_back_into_what_was_left_out_loses_no_message(call: st
     question = said("what is it")
     left_out = manifest_pb2.Shortened(dropped_messages=10, dropped_behind_question=10)
     known = replace(memory(messages=(*question, *steps(6, 6, call), HI)), shortened=left_out)
-    known = replace(known, transcript=RememberedText("x", TokenIds((1,)), (1,)))
+    known = replace(known, transcript=RememberedText("x", TokenIds((1,)), TokenChars((1,))))
     sent, recollection = (*question, *steps(1, last, call)), Recollection(known, Source.HOT, HEAD)
     asked = as_its_agent_has_it(request(input=MessagesInput(sent)), recollection)
     assert asked.input == MessagesInput((*question, *steps(6, 6, call)) if cut else sent, is_cut=cut)
@@ -196,7 +196,7 @@ def test_a_caller_who_goes_back_into_what_was_left_out_loses_no_message(call: st
 def test_a_memory_that_cannot_be_read_is_not_replaced_without_the_callers_word(
     reason: MissReason, sent: tuple[manifest_pb2.Message, ...], hot: Any, expected: Continuation
 ) -> None:
-    known = hot and replace(memory(messages=hot), transcript=RememberedText("x", TokenIds((1,)), (1,)))
+    known = hot and replace(memory(messages=hot), transcript=RememberedText("x", TokenIds((1,)), TokenChars((1,))))
     unread = Recollection(None, Source.COLD, None, Miss(reason, "why"), unproven=known)
     asked = request(input=MessagesInput(sent))
     assert continuation(asked, unread) is expected
@@ -215,12 +215,14 @@ def test_what_extends_an_unstored_memory_counts_under_that_ones_lease(is_head: b
     hot = replace(memory(is_head=is_head), is_brought=True)
     hot.publication.standing = hot.publication.standing.under(3)
     recollection = Recollection(hot, Source.HOT, HEAD)
-    prepared = Prepared("x", Tokenized(TokenIds((1,)), (1,)), Once(None), Source.HOT, Outcome.EXTEND, None, ())
+    prepared = Prepared(
+        "x", Tokenized(TokenIds((1,)), TokenChars((1,))), Once(None), Source.HOT, Outcome.EXTEND, None, ()
+    )
     nothing: Any = None
     state = SimpleNamespace(token_ids=(1,), shareable_tokens=0, rewind_points=(), decoded_to=1)
     ended: Any = SimpleNamespace(state=state, cached_tokens=0, prompt_tokens=1)
     planned = Planned(Prompted(Recalled(request(), recollection), "x"), recollection, prepared, nothing)
-    text = RememberedText("x", TokenIds((1,)), (1,))
+    text = RememberedText("x", TokenIds((1,)), TokenChars((1,)))
     made = ending._attach(Ran(planned, prepared, ended), text, (), manifest_pb2.Turn())
     assert made.publication.standing.generation == expected
     # And what was computed on brought rows is brought, though the store may have lost its marked copy.

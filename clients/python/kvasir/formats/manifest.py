@@ -168,7 +168,7 @@ def begun(
 def _small(numbers: Sequence[int]) -> bytes | None:
     """The numbers, where all are below 128: then these are their packed bytes, too."""
     try:
-        data = bytes(tuple(numbers))
+        data = numbers if isinstance(numbers, bytes) else bytes(tuple(numbers))
     except ValueError:
         return None
     return data if data.isascii() else None

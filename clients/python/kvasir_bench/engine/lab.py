@@ -16,7 +16,7 @@ from inference_svc.engine.engine import Engine, TurnHandle
 from inference_svc.engine.mlx_thread import MlxThread
 from inference_svc.engine.scheduling.schedulable import DraftRules, Rules
 from inference_svc.kv.policy import PolicyRequest
-from inference_svc.text.token_ids import SequenceState, TokenIds
+from inference_svc.text.token_ids import SequenceState, TokenChars, TokenIds
 from kvasir_bench.arithmetic import Target
 from kvasir_bench.engine import link_rates
 from kvasir_bench.engine.mlx_lm_peer import MlxLmPeer
@@ -338,7 +338,7 @@ class Lab:
         """`sampled`: other settings of `SamplingParams`."""
         sampling = api.SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids, **sampled)
         plan = api.TurnPlan(
-            TokenIds(tokens), (1,) * len(tokens), sampling, reuse or api.Cold(), key, namespace=namespace
+            TokenIds(tokens), TokenChars((1,) * len(tokens)), sampling, reuse or api.Cold(), key, namespace=namespace
         )
         return (run or Run(self.clock)).begin(self.engine, plan)
 

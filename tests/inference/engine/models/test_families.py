@@ -29,7 +29,7 @@ from inference_svc.engine.api import (
     WindowFiles,
 )
 from inference_svc.engine.engine import Engine
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import TokenChars, TokenIds
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.inference.engine.families import ALL, BUDGET, write_family
 from tests.inference.engine.turns.test_preempted_turns import PROMPT, Keeper, background, disturbed
@@ -303,7 +303,7 @@ def test_room_is_made_for_states_before_they_are_and_no_more_is_kept(name: str, 
         rows = len(pages) * driver.engine._worker._pool.page_bytes
         assert rows <= driver.engine.memory_used_bytes <= rows + 2 * model.state_bytes
         assert (rows < driver.engine.memory_used_bytes) is (model.state_bytes > 0)
-        plan = TurnPlan(TokenIds(PROMPT), (1,) * len(PROMPT), SamplingParams(max_tokens=48))
+        plan = TurnPlan(TokenIds(PROMPT), TokenChars((1,) * len(PROMPT)), SamplingParams(max_tokens=48))
         before, seen, turn = driver.engine.memory_used_bytes, list[int](), Listener()
         turn.at(Tokens, 9, lambda: seen.append(driver.engine.memory_used_bytes))
         driver.engine.submit(plan, turn)
@@ -320,7 +320,7 @@ def crowded(name: str, tmp_path: Path) -> Iterator[Driver]:
     directory = write_family(tmp_path / "m", ALL[name], seed=1)
     roomy = Engine.open(directory, cache_dir=tmp_path, memory_budget_bytes=BUDGET)
     try:
-        plan = TurnPlan(TokenIds(PROMPT), (1,) * len(PROMPT), SamplingParams(max_tokens=48))
+        plan = TurnPlan(TokenIds(PROMPT), TokenChars((1,) * len(PROMPT)), SamplingParams(max_tokens=48))
         budget = roomy.needed_bytes(plan.most_tokens) * 9 // 5
     finally:
         roomy.close()

@@ -14,7 +14,7 @@ from inference_svc.engine.api import Prefilled, SamplingParams, Started, Tokens,
 from inference_svc.engine.engine import Engine
 from inference_svc.model.embedding.pooling import Pooling, shortened
 from inference_svc.model.model_runner import ModelRunner
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import TokenChars, TokenIds
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 
 LENGTHS = (1, 3, 255, 256, 257, 600)
@@ -25,7 +25,11 @@ def begin(
 ) -> Listener:
     listener = listener or Listener()
     plan = TurnPlan(
-        TokenIds(tokens), (1,) * len(tokens), SamplingParams(max_tokens=0), namespace="tests", pooling=pooling
+        TokenIds(tokens),
+        TokenChars((1,) * len(tokens)),
+        SamplingParams(max_tokens=0),
+        namespace="tests",
+        pooling=pooling,
     )
     listener.handle.set_result(engine.submit(plan, listener))
     return listener

@@ -32,7 +32,7 @@ from inference_svc.engine.api import (
 )
 from inference_svc.engine.engine import Engine
 from inference_svc.formats.constraint import Constraint, ConstraintKind
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import TokenChars, TokenIds
 from tests.inference.engine.driving import THOUGHTS, Driver, Listener, tokens_of
 from tests.inference.engine.families import ALL, CHAOTIC, write_family
 
@@ -77,7 +77,7 @@ class Two:
     def plan(self, key: AgentKey, tokens: Sequence[int] = PROMPT, **settings: Any) -> TurnPlan:
         sampling = replace(SamplingParams(max_tokens=MAX_TOKENS), **settings)
         return TurnPlan(
-            TokenIds(tokens), (1,) * len(tokens), sampling, key=key, namespace=key.agent_id
+            TokenIds(tokens), TokenChars((1,) * len(tokens)), sampling, key=key, namespace=key.agent_id
         )  # none shares KV
 
     def stayed(self, plan: TurnPlan) -> Turn:

@@ -26,7 +26,7 @@ from inference_svc.engine.api import (
 )
 from inference_svc.engine.engine import Engine
 from inference_svc.kv.sequence_kv import SequenceKV
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import TokenChars, TokenIds
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 
 
@@ -302,7 +302,7 @@ def test_a_hot_turn_looks_at_its_new_tokens_and_at_none_that_it_remembers(
     key, state = driver.remember(1_010)
     prompt = state.token_ids + TokenIds(tokens_of(20, seed=3))
     penalty = SamplingParams(max_tokens=20, repetition_penalty=1.1, repetition_tokens=8, most_drafts=0)
-    plan = TurnPlan(prompt, (1,) * len(prompt), penalty, Hot(1_010), key, namespace=key.namespace)
+    plan = TurnPlan(prompt, TokenChars((1,) * len(prompt)), penalty, Hot(1_010), key, namespace=key.namespace)
     looked_at: list[int] = []
     hashed: list[int] = []
     look, name = TokenIds.__iter__, block_hash._token_bytes

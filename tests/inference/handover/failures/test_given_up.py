@@ -33,7 +33,7 @@ from inference_svc.model import kvasir_tiny
 from inference_svc.model.prompting import Tokenized
 from inference_svc.model_opening import ModelsParts, open_served
 from inference_svc.served_model import ServedModel
-from inference_svc.text.token_ids import TokenIds
+from inference_svc.text.token_ids import TokenChars, TokenIds
 from inference_svc.turns.admission import Admission
 from inference_svc.turns.phases import BegunPrompt, BegunTurn
 from inference_svc.turns.progress import Progress, TurnPhase
@@ -67,7 +67,7 @@ def no_link(peer: str, namespace: str) -> contextlib.AbstractAsyncContextManager
 
 def taking_one(served: ServedModel, agent_id: str = "") -> Taking:
     """Everything that another engine sends of a turn which has computed nothing yet."""
-    tokens = Tokenized(TokenIds(TOKENS.ids), tuple(end - start for start, end in TOKENS.offsets))
+    tokens = Tokenized(TokenIds(TOKENS.ids), TokenChars(end - start for start, end in TOKENS.offsets))
     begun = BegunTurn(0, 40, BegunPrompt(tokens), None, False, None, None, None, 0.0, None)
     sampling = inference_pb2.Sampling(max_tokens=40)
     request = inference_pb2.GenerateRequest(prompt=PROMPT, agent_id=agent_id, sampling=sampling)

@@ -21,7 +21,7 @@ from inference_svc.memory.publishing.copies import Copies
 from inference_svc.memory.publishing.sending import Sending
 from inference_svc.memory.store.answers import NO_HEAD
 from inference_svc.text.prefix_matching import NO_TEXT
-from inference_svc.text.token_ids import SequenceState, TokenIds
+from inference_svc.text.token_ids import SequenceState, TokenChars, TokenIds
 
 DIGESTS = [Digest.of(b"block %d" % block) for block in range(20)]
 STORED = DIGESTS[:3]
@@ -56,7 +56,7 @@ class Turn:
         self.copied.append(max_blocks)
         self.most_held = max(self.most_held, self.held.held_units)
         blocks = tuple((identity, b"block %d" % block) for block in range(first, first + max_blocks))
-        copied.set_result(Snapshot(first, blocks, None, SequenceState(TokenIds(), (), 0)))
+        copied.set_result(Snapshot(first, blocks, None, SequenceState(TokenIds(), TokenChars(), 0)))
         return copied
 
     async def _at_once(self, _data: bytes) -> None:

@@ -22,7 +22,7 @@ from inference_svc.memory.outcomes import SnapshotState
 from inference_svc.memory.publishing import copies
 from inference_svc.memory.store.answers import NO_HEAD
 from inference_svc.text.prefix_matching import RememberedText
-from inference_svc.text.token_ids import SequenceState, TokenIds
+from inference_svc.text.token_ids import SequenceState, TokenChars, TokenIds
 from tests.inference.memory.publication_world import (
     KEY,
     Engine,
@@ -55,7 +55,7 @@ class LongMemory(Engine):
 
     @property
     def _state(self) -> SequenceState:
-        return SequenceState(self.ids, (1,) * len(self.ids), 0)
+        return SequenceState(self.ids, TokenChars((1,) * len(self.ids)), 0)
 
     def _piece(self, first_block: int | None, most: int) -> "Future[Snapshot | None]":
         asked: Future[Snapshot | None] = Future()
@@ -82,7 +82,7 @@ def long_house(blocks: int, max_held_bytes: int, monkeypatch: pytest.MonkeyPatch
     house.engine = house.copies._engine = engine
     parts = replace(house.lines._parts, engine=engine)
     house.line._parts = house.line.publications._parts = house.line.lease._parts = parts
-    transcript = RememberedText("x" * len(engine.ids), engine.ids, (1,) * len(engine.ids))
+    transcript = RememberedText("x" * len(engine.ids), engine.ids, TokenChars((1,) * len(engine.ids)))
     memory = AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "", Publication(Standing(NO_HEAD)))
     engine.hot = SimpleNamespace(tag=memory)
     return house, memory

@@ -6,6 +6,7 @@ from typing import Any
 from inference_svc.engine.api import Cold, Hot
 from inference_svc.model.prompting import Prompting
 from inference_svc.text.prefix_matching import NO_TEXT, RememberedText, common_prefix_length, match_prefix
+from inference_svc.text.token_ids import TokenChars
 from kvasir_bench.engine.lab import Case, Lab, LabMemory, Row
 from kvasir_bench.engine.prompts import user_turns
 
@@ -40,7 +41,7 @@ class _Chat:
         ends = self._lab.engine.end_token_ids
         ended = self._lab.start(tokens, _REPLY_TOKENS, reuse, self._key, stop_token_ids=ends).end()
         _, reply_chars = self._lab.engine.token_text.spell(ended.state.token_ids[len(tokens) :])
-        chars = (*memory.token_chars[: match.kept_tokens], *suffix.chars, *reply_chars)
+        chars = memory.token_chars[: match.kept_tokens] + suffix.chars + TokenChars(reply_chars)
         self._state = ended.state
         self._memory = RememberedText(text + ended.generated_text, ended.state.token_ids, chars)
         self._messages.append({"role": "assistant", "content": ended.text})
