@@ -22,7 +22,7 @@ from inference_svc.memory.lines.line_parts import LineParts
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState
 from inference_svc.memory.publishing.block_stream import BlockStream
 from inference_svc.memory.publishing.copies import Pinning
-from inference_svc.memory.publishing.manifest_draft import ManifestDraft, PackedIds
+from inference_svc.memory.publishing.manifest_draft import ManifestDraft, PackedLine
 from inference_svc.memory.publishing.memory_files import MemoryFiles
 from inference_svc.memory.service_stats import NamespaceCounters
 from inference_svc.memory.store.answers import Head, StoreMiss
@@ -49,7 +49,7 @@ class Publications:
         self._lease = lease
         self._known = known
         self._in_use = in_use
-        self._packed_ids = PackedIds()
+        self._packed = PackedLine()
         self._retrying: tuple[AgentMemory, asyncio.Task[None]] | None = None
         self._hurry = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -106,7 +106,7 @@ class Publications:
         self._owe(publication)
         publication.progressed()
         files = MemoryFiles(self._key, memory, parts.copies, self._store, parts.limits.timeout_s)
-        draft = ManifestDraft(memory, parts.engine.model, self._packed_ids)
+        draft = ManifestDraft(memory, parts.engine.model, self._packed)
         with self._in_use(), files:  # the line stays this engine's meanwhile
             try:
                 waits = any(not task.done() for task in before)
@@ -225,7 +225,7 @@ class Publications:
     async def fall_asleep(self, memory: AgentMemory) -> Head:
         """Commit a memory that names no file. Raises why it cannot be committed."""
         memory.publication.created_unix_ms = self._parts.now_ms()
-        draft, before = ManifestDraft(memory, self._parts.engine.model, self._packed_ids), self._known.now
+        draft, before = ManifestDraft(memory, self._parts.engine.model, self._packed), self._known.now
         files = NoFiles(memory.files)
         with self._in_use():
             commit = Commit(self._key, memory, files, draft, self._store, self._lease, self._parts, self._known.own)

@@ -1,6 +1,7 @@
 """The manifest of a memory, drafted while its last files are copied and named: then it has only to name them."""
 
 import asyncio
+from collections.abc import Sequence
 
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.formats import manifest as manifests
@@ -14,29 +15,34 @@ from inference_svc.text.token_ids import NO_TOKENS, TokenIds
 _LONG_TOKENS = 4_096  # more take half a millisecond or longer
 
 
-class PackedIds:
-    """The token ids of a line's last memory as its manifest has them. Those of the next one begin with them, and take
-    no millisecond then. From any thread.
+class PackedLine:
+    """The token ids and the blocks of a line's last memory as its manifest has them. Those of the next one begin with
+    them, and take no millisecond then. From any thread.
     """
 
     def __init__(self) -> None:
-        self._last = NO_TOKENS, b""
+        self._last_ids = NO_TOKENS, b""
+        self._last_blocks = manifests.PackedBlocks()
 
-    def of(self, token_ids: TokenIds) -> bytes:
-        known, data = self._last
+    def ids(self, token_ids: TokenIds) -> bytes:
+        known, data = self._last_ids
         if token_ids[: len(known)] != known:
             known, data = NO_TOKENS, b""
         data += manifests.packed(token_ids[len(known) :])
-        self._last = token_ids, data
+        self._last_ids = token_ids, data
         return data
+
+    def blocks(self, blocks: Sequence[Digest]) -> manifests.PackedBlocks:
+        self._last_blocks = packed = manifests.PackedBlocks.of(blocks, self._last_blocks)
+        return packed
 
 
 class ManifestDraft:
-    def __init__(self, memory: AgentMemory, model: ModelInfo, packed_ids: PackedIds | None = None) -> None:
-        """A draft of a long manifest begins at once, on a thread. If it fails, `completed` raises why. `packed_ids`: of
-        the memory's line.
+    def __init__(self, memory: AgentMemory, model: ModelInfo, packed: PackedLine | None = None) -> None:
+        """A draft of a long manifest begins at once, on a thread. If it fails, `completed` raises why. `packed`: of the
+        memory's line.
         """
-        self._packed_ids = packed_ids or PackedIds()
+        self._packed = packed or PackedLine()
         self._memory = memory
         self._model = model
         self._tokens = len(memory.transcript.token_ids)
@@ -49,7 +55,7 @@ class ManifestDraft:
         head = self._memory.publication.standing.head
         data = manifests.completed(
             draft,
-            blocks=files.blocks,
+            blocks=self._packed.blocks(files.blocks),
             tail=files.tail,
             states=sorted(files.states.items()),
             windows=listed_windows(files.windows),
@@ -63,7 +69,7 @@ class ManifestDraft:
         return manifests.begun(
             kv_identity=model.kv_identity,
             token_ids=memory.transcript.token_ids,
-            packed_ids=self._packed_ids.of(memory.transcript.token_ids),
+            packed_ids=self._packed.ids(memory.transcript.token_ids),
             text=memory.transcript.text,
             token_chars=memory.transcript.token_chars.packed(),
             shareable_tokens=memory.shareable_tokens,

@@ -59,7 +59,7 @@ def test_a_manifest_that_was_begun_before_its_files_were_known_is_built_as_one_t
 ) -> None:
     chars = [200, *[1] * 598, 2]  # some tokens spell many spaces
     known = {"kv_identity": SMALL, "token_ids": [7, 1 << 20] * 300, "text": "x" * 800, "token_chars": chars}
-    begun = manifest.begun(**known, created_unix_ms=5)
+    begun, known_blocks = manifest.begun(**known, created_unix_ms=5), None
     for files in (first, second, first):
         try:
             expected = manifest.build(**known, **files, parent_manifest=parent, created_unix_ms=5)
@@ -70,6 +70,9 @@ def test_a_manifest_that_was_begun_before_its_files_were_known_is_built_as_one_t
             found = manifest.completed(begun, **files, parent_manifest=parent)
             assert manifest.parse(found) == manifest.parse(expected)
             assert len(found) == len(expected)
+            packed = files | {"blocks": manifest.PackedBlocks.of(files["blocks"], known_blocks)}
+            assert manifest.completed(begun, **packed, parent_manifest=parent) == found
+            known_blocks = packed["blocks"]
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=20), st.sampled_from([list, tuple, lambda n: array("I", n)]))

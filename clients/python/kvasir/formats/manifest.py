@@ -117,14 +117,16 @@ def build(
 
 
 class TokensApart:
-    """A manifest whose numbers lie beside its message: protobuf takes milliseconds for a long conversation's."""
+    """A manifest whose numbers lie beside its message: protobuf takes milliseconds for a long conversation's. `blocks`
+    may lie there, too."""
 
-    __slots__ = ("_message", "token_chars", "token_ids")
+    __slots__ = ("_message", "blocks", "token_chars", "token_ids")
 
     def __init__(self, message: manifest_pb2.Manifest, token_ids: Sequence[int], token_chars: Sequence[int]) -> None:
         self._message = message
         self.token_ids = token_ids
         self.token_chars = token_chars
+        self.blocks: Sequence[Any] = message.blocks
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._message, name)
@@ -142,6 +144,23 @@ def packed(numbers: Sequence[int]) -> bytes:
     """Numbers as a manifest's bytes have them. Those of several runs may be joined. Raises ValueError as a message."""
     whole = manifest_pb2.Manifest(token_ids=numbers).SerializeToString()
     return whole[_varint(whole, 1, len(whole))[1] :] if whole else b""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBlocks:
+    """Blocks, and how a manifest's bytes have them."""
+
+    blocks: Sequence[Digest] = ()
+    data: bytes = b""
+
+    @classmethod
+    def of(cls, blocks: Sequence[Digest], begin: "PackedBlocks | None" = None) -> "PackedBlocks":
+        """`begin`: some that these may begin with, which are not packed again."""
+        known, data = (begin.blocks, begin.data) if begin is not None else ((), b"")
+        if (*blocks[: len(known)],) != (*known,):
+            known, data = (), b""
+        rest = _files(blocks[len(known) :], None, ())
+        return cls((*blocks,), data + rest.SerializeToString(deterministic=True))
 
 
 def begun(
@@ -181,7 +200,7 @@ def _field(number: int, data: bytes) -> bytes:
 def completed(
     begun: BegunManifest,
     *,
-    blocks: Iterable[Digest] = (),
+    blocks: Sequence[Digest] | PackedBlocks = (),
     tail: Digest | None = None,
     states: Iterable[tuple[int, Digest]] = (),
     windows: Iterable[manifest_pb2.WindowBlocks] = (),
@@ -190,13 +209,16 @@ def completed(
 ) -> bytes:
     """The bytes of the manifest that names these files, however long the rest is: they follow its bytes, and a reader
     joins them. Completed again, it names others. Raises InvalidArgument."""
-    named = _files(blocks, tail, states)
+    packed = blocks if isinstance(blocks, PackedBlocks) else PackedBlocks.of(blocks)
+    named = _files((), tail, states)
     named.MergeFrom(manifest_pb2.Manifest(windows=windows, parent_manifest=parent_manifest, asleep=asleep))
-    for name in ("blocks", "tail", "states", "windows", "parent_manifest", "asleep"):
+    for name in ("tail", "states", "windows", "parent_manifest", "asleep"):
         begun.message.ClearField(name)
     begun.message.MergeFrom(named)
+    begun.message.blocks = packed.blocks
     check_files(begun.message)
-    return begun.data + named.SerializeToString(deterministic=True)
+    # Blocks have the lowest number of these fields.
+    return b"".join((begun.data, packed.data, named.SerializeToString(deterministic=True)))
 
 
 def _files(

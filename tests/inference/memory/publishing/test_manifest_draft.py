@@ -10,7 +10,7 @@ from kvasir.formats import manifest as manifests
 from kvasir.formats.digest import Digest
 
 from inference_svc.memory.agent_memory import StoredFiles
-from inference_svc.memory.publishing.manifest_draft import ManifestDraft, PackedIds
+from inference_svc.memory.publishing.manifest_draft import ManifestDraft, PackedLine
 from inference_svc.memory.store.answers import NO_HEAD, Head
 from inference_svc.text.token_ids import TokenIds
 from tests.inference.memory.publication_world import Engine, remembered
@@ -65,7 +65,15 @@ async def test_a_draft_that_cannot_be_made_is_refused_when_its_files_are_named_a
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(0, (1 << 32) - 1), max_size=4)), max_size=6))
 def test_token_ids_are_packed_as_those_of_a_line_that_nobody_knew(turns: list[tuple[int, list[int]]]) -> None:
-    line, ids = PackedIds(), TokenIds()
+    line, ids = PackedLine(), TokenIds()
     for cut, more in turns:  # each goes on from the last one, or from a place in it
         ids = ids[: len(ids) - cut] + TokenIds(more) if cut < 9 else TokenIds(more)
-        assert line.of(ids) == manifests.packed(list(ids))
+        assert line.ids(ids) == manifests.packed(list(ids))
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 9), max_size=4)), max_size=6))
+def test_blocks_are_packed_as_those_of_a_line_that_nobody_knew(turns: list[tuple[int, list[int]]]) -> None:
+    line, blocks = PackedLine(), list[Digest]()
+    for cut, more in turns:
+        blocks[len(blocks) - cut if cut < 5 else 0 :] = (Digest.of(b"%d" % number) for number in more)
+        assert line.blocks(blocks) == manifests.PackedBlocks.of(blocks)
