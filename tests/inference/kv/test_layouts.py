@@ -322,6 +322,7 @@ def test_layers_that_compute_few_rows_on_a_gpu_are_of_one_kind(tmp_path: Path) -
     assert tried_count(layer_kinds(model.layers, shown_layout(model))) == 2
 
 
+@pytest.mark.cpu_only("on a GPU a model's steps are joined as it is loaded, and not again")
 def test_layers_whose_steps_are_one_launch_are_of_one_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama, "scaled_dot_product_attention", attention_hook.attention)
     model = deep_model(tmp_path / "m")
