@@ -214,7 +214,7 @@ class ReusePlanner:
         if store is not None and avoid.files is None and avoid.has_windows and not self._engine.model.has_states:
             candidate, shared_miss = await self._by_block_hashes(store, candidate, prompt, budget)
             miss = miss or shared_miss
-        candidate, cheaper = self._cheaper(prompt.namespace, candidate, store)
+        candidate, cheaper = await self._cheaper(prompt.namespace, candidate, store)
         return candidate, cheaper or miss
 
     async def _best(self, prompt: ComparedPrompt, recollection: Recollection) -> tuple[Recollection, _Candidate]:
@@ -303,7 +303,7 @@ class ReusePlanner:
         files = StoredFiles(list(found.blocks), windows=dict(found.windows), runs=())
         return _Candidate(tokens, keep, Source.SHARED, candidate.match, tokens.ids, keep, files), None
 
-    def _cheaper(
+    async def _cheaper(
         self, namespace: str, candidate: _Candidate, store: RemoteCache | None
     ) -> tuple[_Candidate, Miss | None]:
         """The candidate, or none where computing is faster: only of rows that every prefill makes alike."""
@@ -312,8 +312,13 @@ class ReusePlanner:
         if store is None or not is_stored or not is_exact:
             return candidate, None
         blocks = candidate.files.blocks[: -(-candidate.keep // BLOCK_TOKENS)]
-        size_bytes, from_disk = sum(digest.size_bytes for digest in blocks), not store.blobs.are_cached(blocks)
-        why = self.costs.reason_to_compute(namespace, candidate.keep, size_bytes, from_disk=from_disk)
+        size_bytes = sum(digest.size_bytes for digest in blocks)
+        cached, from_disk = (
+            self.costs.reason_to_compute(namespace, candidate.keep, size_bytes, from_disk=each)
+            for each in (False, True)
+        )
+        # Nobody looks where that decides nothing: nearly always both are cheap, or not known.
+        why = cached if cached == from_disk or await store.blobs.are_cached(blocks) else from_disk
         if why is None:
             return candidate, None
         _LOG.info("restore.not_chosen", reason=why.detail)

@@ -53,9 +53,9 @@ class StoredBlobs:
         if self._files is not None:
             self._files.expect(digests, room)
 
-    def are_cached(self, digests: Sequence[Digest]) -> bool:
+    async def are_cached(self, digests: Sequence[Digest]) -> bool:
         """As `StoreFiles.are_cached`; True where they are no files of this machine."""
-        return self._files is None or self._files.are_cached(digests)
+        return self._files is None or await asyncio.to_thread(self._files.are_cached, digests)
 
     async def read_blobs(self, digests: Sequence[Digest], budget: Budget) -> tuple[list[FileBytes], Miss | None]:
         """The longest prefix of the blobs that arrived whole and correct within the budget, and why it is not all."""

@@ -104,7 +104,7 @@ class StoreFiles:
 
     def are_cached(self, digests: Sequence[Digest]) -> bool:
         """Whether the page cache has these blobs, or had those that are read ahead; by three of them. True where the
-        system does not know.
+        system does not know. Opens files, which a disk may delay: from any thread but the event loop's.
         """
         return all(map(self._is_cached, {*digests[:1], *digests[len(digests) // 2 :][:1], *digests[-1:]}))
 

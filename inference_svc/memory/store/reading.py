@@ -25,7 +25,7 @@ class BackgroundRead:
     def __init__(self, store: RemoteCache, digests: Sequence[Digest], budget: Budget) -> None:
         self.incoming = Incoming(len(digests))
         self.size_bytes = sum(digest.size_bytes for digest in digests)
-        self.is_from_disk = not store.blobs.are_cached(digests)
+        self.is_from_disk = False  # known once the first blob came
         self.came_bytes = 0
         self.first_s = 0.0  # until the first blob came
         self.took_s = 0.0  # until the last one came, or none came any more
@@ -73,6 +73,7 @@ class BackgroundRead:
 
         incoming.watch_taking(taken)
         try:
+            self.is_from_disk = not await store.blobs.are_cached(digests)
             self.miss = await store.blobs.give_blobs(digests, budget, take)
         except Exception:  # noqa: BLE001 - after any failure the turn goes on with the files that came
             _LOG.exception("restore.read_failed")

@@ -107,9 +107,11 @@ def test_files_of_a_slow_disk_are_computed_instead_and_those_of_the_page_cache_a
     around.found = FoundPrefix(1_024, tuple(BLOCKS))
     found = plan(around, known, TEXT, None)
     assert isinstance(found.reuse, Restored if has_cached else Cold)
+    assert around.looks == 1 + has_cached, "one for the choice, and one of what is read"
     unknown = plan(around, RestoreCosts(lambda: 0.0), TEXT + "y", 0)
     assert unknown.reading is not None
     assert unknown.reading.is_from_disk is not has_cached
+    assert around.looks == 2 + has_cached, "no price is known: a look would decide nothing"
 
 
 @pytest.mark.parametrize(("shareable", "computes"), [(1_024, True), (768, False), (0, False)])

@@ -2,9 +2,11 @@
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -164,6 +166,18 @@ async def test_blobs_are_not_cached_if_one_was_not_when_it_was_begun(
     assert not files.are_cached(TURN.digests)
     assert await all_of(files, TURN.digests) == [TURN.new_blobs[digest] for digest in TURN.digests]
     assert files.are_cached(TURN.digests)
+
+
+async def test_a_look_at_files_keeps_nobody_from_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    opened: list[int] = []
+    monkeypatch.setattr(reads, "is_file_cached", lambda *_: opened.append(threading.get_ident()))
+    client: Any = None
+    cache = RemoteCache(StoreClients(client, client, client), "default", StoreFiles(tmp_path, "default"))
+    assert not await cache.blobs.are_cached(TURN.digests)
+    assert opened
+    assert threading.get_ident() not in opened
 
 
 async def test_files_that_no_plan_wants_are_forgotten_and_take_little_room(
