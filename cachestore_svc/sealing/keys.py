@@ -61,7 +61,8 @@ class KeyRecord:
     def open(self, masters: Iterable[MasterKey]) -> bytes:
         """The namespace's key. Raises FailedPrecondition (NAMESPACE_SEALED), which names the remedy."""
         if self.erased_unix_ms:
-            raise sealed_error(self.namespace, "its key was destroyed: its content cannot be read any more")
+            words = "its key was destroyed: its content cannot be read any more"
+            raise sealed_error(self.namespace, words, self.erased_unix_ms)
         masters = list(masters)
         for master in masters:
             for wrapped in self.wrapped:
@@ -129,8 +130,12 @@ def from_bytes(data: bytes) -> KeyRecord | None:
     return KeyRecord(found["namespace"], found["sequence"], found["created_unix_ms"], wrapped, found["erased_unix_ms"])
 
 
-def sealed_error(namespace: str, words: str) -> FailedPrecondition:
-    return FailedPrecondition(f"namespace {namespace!r} is sealed: {words}", reason="NAMESPACE_SEALED")
+def sealed_error(namespace: str, words: str, erased_unix_ms: int = 0) -> FailedPrecondition:
+    """`erased_unix_ms`: when its key was destroyed; programs see by it that they may keep nothing of it."""
+    metadata = {"erased_unix_ms": str(erased_unix_ms)} if erased_unix_ms else {}
+    return FailedPrecondition(
+        f"namespace {namespace!r} is sealed: {words}", reason="NAMESPACE_SEALED", metadata=metadata
+    )
 
 
 def _bound_to(namespace: str) -> bytes:

@@ -23,7 +23,7 @@ class Seals:
     def __init__(self, records: Records, masters: Sequence[MasterKey], listed: Iterable[str] = ()) -> None:
         """`listed`: namespaces that must be sealed, whatever the data directory has."""
         self._keys: dict[str, NamespaceKey] = {}
-        self._shut: dict[str, str] = {}  # and why, in words
+        self._shut: dict[str, FailedPrecondition] = {}  # and why
         self._lost = {place for place, record in records.items() if record is None}
         self.recorded = frozenset(records.keys() - self._lost)  # places
         self.namespaces = tuple(sorted(record.namespace for record in records.values() if record is not None))
@@ -34,7 +34,7 @@ class Seals:
                 try:
                     self._keys[place] = NamespaceKey(record.open(masters))
                 except FailedPrecondition as error:
-                    self._shut[place] = error.message
+                    self._shut[place] = error
 
     def lose(self, places: Iterable[str]) -> None:
         """These must be sealed: of those that have no record, it was lost."""
@@ -59,7 +59,6 @@ class Seals:
         place = namespace_place(namespace)
         if place in self._lost:
             return sealed_error(namespace, _LOST.format(place))
-        # A new one each time: an error that is raised again and again keeps every traceback.
         return _as_error(self._shut[place]) if place in self._shut else None
 
     def check_open(self, namespace: str) -> None:
@@ -75,5 +74,6 @@ class Seals:
         return [sealed_error(names.get(place, place), _LOST.format(place)) for place in sorted(self._lost)]
 
 
-def _as_error(words: str) -> FailedPrecondition:
-    return FailedPrecondition(words, reason="NAMESPACE_SEALED")
+def _as_error(why: FailedPrecondition) -> FailedPrecondition:
+    """A new one each time: an error that is raised again and again keeps every traceback."""
+    return FailedPrecondition(why.message, reason="NAMESPACE_SEALED", metadata=why.metadata)

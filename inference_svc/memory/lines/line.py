@@ -71,8 +71,14 @@ class Line:
         if memory is not None and not self._users and memory.publication.standing.is_outdated_by(newest):
             self._parts.engine.memories.drop(self.key)
 
-    def shut(self) -> None:
-        """The store lacks the namespace's key. Drops the hot memory, if the store has it."""
+    def shut(self, *, is_erased: bool) -> None:
+        """The store lacks the namespace's key. Drops the hot memory, if the store has it; any, behind a running turn,
+        if the key was destroyed: then it is one of those that nobody may read again.
+        """
+        if is_erased:
+            self.publications.close()
+            self._parts.engine.memories.drop(self.key)
+            return
         memory = self._parts.hot(self.key)
         if memory is not None and not self._users and memory.publication.standing.is_safe:
             self._parts.engine.memories.drop(self.key)

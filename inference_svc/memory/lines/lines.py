@@ -147,12 +147,15 @@ class Lines:
             except errors.KvasirError as error:
                 pause_s = min(2 * pause_s, LEASE_TTL_S)  # the next answer is the same, most likely
                 if error.reason == "NAMESPACE_SEALED":  # perhaps its key was destroyed, so that nobody reads it again
-                    self._parts.engine.memories.drop_begun(self.namespace)
-                    for agent_id in self._hot_agents():
-                        self.line(agent_id).shut()
+                    self._shut(is_erased="erased_unix_ms" in error.metadata)
             except Exception:  # noqa: BLE001 - it has no reader but the log
                 _LOG.exception("lease.watch_failed", namespace=self.namespace)
             await asyncio.sleep(pause_s)
+
+    def _shut(self, *, is_erased: bool) -> None:
+        self._parts.engine.memories.drop_begun(self.namespace)
+        for agent_id in self._hot_agents():
+            self.line(agent_id).shut(is_erased=is_erased)
 
     def _happened(self, event: StoreEvent) -> None:
         match event:

@@ -33,7 +33,8 @@ from inference_svc.text.prefix_matching import RememberedText
 from inference_svc.text.token_ids import TokenChars, TokenIds
 from tests.inference.memory.lease_lab import HEAD, HELD, KV, Lab, settle
 
-SEALED = errors.FailedPrecondition("its key was destroyed", reason="NAMESPACE_SEALED")
+SEALED = errors.FailedPrecondition("no master key was given", reason="NAMESPACE_SEALED")
+ERASED = errors.FailedPrecondition("destroyed", reason="NAMESPACE_SEALED", metadata={"erased_unix_ms": "1"})
 
 
 def run(scenario: Callable[[Lab], Awaitable[None]]) -> None:
@@ -480,6 +481,22 @@ def test_a_namespace_that_is_shut_keeps_the_memories_hot_that_nothing_else_has(m
             lab.lines.start()
             await settle()
             assert [*lab.engine.hot] == ["used", "owed"]
+            await lab.lines.close()
+
+    run(scenario)
+
+
+def test_nothing_of_a_namespace_whose_key_was_destroyed_stays_hot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "LEASE_TTL_S", 0.0)
+
+    async def scenario(lab: Lab) -> None:
+        for agent in ("stored", "used", "owed"):
+            lab.remember(agent, is_safe=agent != "owed")
+        lab.store.watched = [ERASED]
+        with lab.line("used").in_use():  # the engine drops its memory once no turn of it runs
+            lab.lines.start()
+            await settle()
+            assert [*lab.engine.hot] == []
             await lab.lines.close()
 
     run(scenario)

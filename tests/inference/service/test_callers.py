@@ -198,6 +198,28 @@ def test_without_the_key_of_its_namespace_an_agent_is_refused_for_good(guarded: 
         house.restart()
 
 
+@pytest.mark.long(5)
+def test_memories_of_a_namespace_whose_key_was_destroyed_leave_the_engine(model: Path, tmp_path: Path) -> None:
+    """Those that no store ever had, too: `kvasir keys erase` says that nobody can read them again."""
+    house, message = House(tmp_path / "h", model), [{"role": "user", "content": SECRET}]
+    store, given = ("--data-dir", str(house.data_dir)), [f"--seal-key-file={tmp_path / 'seal.key'}"]
+    assert run("cachestore_svc", "keys", "new", "default", *store, *given).returncode == 0
+    house.store.options += given
+    try:
+        house.start()
+        with house.client() as client:
+            assert client.reply(agent_id="stored", messages=message, sampling=GREEDY).finished.snapshot.version == 1
+            house.store.kill()
+            lost = client.reply(agent_id="owed", messages=message, sampling=GREEDY)
+            assert lost.finished.snapshot.state != pb.SNAPSHOT_STATE_COMMITTED
+            assert len(client.list_hot_memories(["stored", "owed"])) == 2
+            assert run("cachestore_svc", "keys", "erase", "default", *store).returncode == 0
+            house.store.start()
+            eventually(lambda: not client.list_hot_memories(["stored", "owed"]), 30)
+    finally:
+        house.close()
+
+
 @pytest.mark.long(3)
 def test_sigterm_lets_a_running_turn_end_and_its_memory_be_stored(own_house: House) -> None:
     replies: list[Reply] = []

@@ -245,7 +245,7 @@ const (
 	ErrorReason_ERROR_REASON_NOTHING_TO_RECOVER ErrorReason = 148
 	// The store has no such namespace: FAILED_PRECONDITION; or no key of it: NOT_FOUND.
 	ErrorReason_ERROR_REASON_NAMESPACE_UNKNOWN ErrorReason = 149
-	// The namespace is sealed, and the store has no key that opens it. FAILED_PRECONDITION.
+	// The namespace is sealed, and the store has no key that opens it. FAILED_PRECONDITION: erased_unix_ms.
 	ErrorReason_ERROR_REASON_NAMESPACE_SEALED ErrorReason = 150
 	// A namespace can only be sealed before it holds anything. FAILED_PRECONDITION.
 	ErrorReason_ERROR_REASON_NAMESPACE_IN_USE ErrorReason = 151
