@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvasir.cli.main import app
 from kvasir.options.store import StoreTable
 from kvasir.options.table import options_of
 from packaging.specifiers import SpecifierSet
-from typer.main import get_command
+
+from tests.command_tree import TREE
 
 ROOT = Path(__file__).parent.parent
 PAGES = (
@@ -48,7 +48,6 @@ PAGES = (
 PAGES_OF_THE_SITE = ("docs/pages/five-minutes.md", "docs/pages/http.md", "docs/pages/fleet.md")
 # Rules and no commands.
 WITHOUT_COMMANDS = ("CONTRIBUTING.md", "clients/python/kvasir_gateway/README.md")
-TREE = get_command(app)
 _CODE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 _INLINE = re.compile(r"`((?:kvasir|make) [^`]+)`")
 _LINK = re.compile(r"\]\(([^)#\s]+)\)")

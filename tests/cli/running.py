@@ -21,24 +21,17 @@ from typing import Any
 
 from kvasir.cli import failures
 from kvasir.cli.caller import Caller
-from kvasir.cli.main import app
 from kvasir.cli.running.health import ENGINE_SERVICE, is_ready
 from kvasir.cli.running.home import Endpoint, Home, Running
 from kvasir.cli.showing.terminal import PlainConsole
 
+from tests.command_tree import TREE
 from tests.running.ports import free_port
 from tests.running.programs import Program, run
 from tests.running.waiting import eventually
 
 KVASIR = Path(sys.executable).with_name("kvasir")
-# Completion is for the shell that is named, whichever shell the tests run under.
-QUIET = {
-    **os.environ,
-    "NO_COLOR": "1",
-    "TERM": "dumb",
-    "COLUMNS": "200",
-    "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1",
-}
+QUIET = {**os.environ, "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "200"}
 
 
 @dataclass(frozen=True)
@@ -62,7 +55,7 @@ def in_process(*arguments: str | Path) -> Ended:
     )
     with contextlib.redirect_stderr(err):
         code = failures.code_of(
-            lambda: app(list(map(str, arguments)), obj=caller, prog_name="kvasir", standalone_mode=False), caller
+            lambda: TREE(list(map(str, arguments)), obj=caller, prog_name="kvasir", standalone_mode=False), caller
         )
     return Ended(code, out.getvalue(), err.getvalue())
 

@@ -17,7 +17,6 @@ import pytest
 from kvasir.cli import failures
 from kvasir.cli.caller import Caller
 from kvasir.cli.failures import WrongUsage
-from kvasir.cli.main import app
 from kvasir.cli.rows import counted
 from kvasir.cli.running.home import Home
 from kvasir.cli.showing import help_words
@@ -26,9 +25,9 @@ from kvasir.cli.showing.terminal import PlainConsole
 from kvasir.cli.talking import chat
 from kvasir.errors import DataLoss, FailedPrecondition, KvasirError, ResourceExhausted, Unauthenticated, Unavailable
 from typer.core import TyperArgument, TyperOption
-from typer.main import get_command
 
 from tests.cli.running import QUIET, in_process
+from tests.command_tree import TREE
 from tests.running.programs import run
 
 
@@ -44,7 +43,7 @@ _COUNTED = re.compile(
     r"\{(?!counted|size)[^{}]+\} (?:damaged |later |more |new |other |running )?"
     r"(?:agents|blobs|calls|files|findings|guesses|lines|memories|messages|minutes|outcomes|turns|versions)\b"
 )
-EVERY = [words for words in commands(get_command(app)) if words != ("store", "serve")]
+EVERY = [words for words in commands(TREE) if words != ("store", "serve")]
 
 
 @pytest.mark.long(3)
@@ -53,11 +52,10 @@ def test_help_shows_options_whole_and_in_words(
 ) -> None:
     assert len(EVERY) > 30
     monkeypatch.setenv("COLUMNS", "80")
-    tree: Any = get_command(app)
     for words in EVERY:
         in_process(*words, "--help")
         shown = capsys.readouterr().out
-        command = functools.reduce(lambda above, word: above.commands[word], words, tree)
+        command = functools.reduce(lambda above, word: above.commands[word], words, TREE)
         options = [each for each in command.params if isinstance(each, TyperOption) and not each.hidden]
         cut = [name for each in options for name in each.opts if not re.search(rf"^  .*{name}\b", shown, re.MULTILINE)]
         assert (cut, re.findall(r"(?m)\w\.\.\.$|\\\[", shown)) == ([], []), shown
@@ -256,7 +254,7 @@ def _leaves(command: Any, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 @pytest.mark.long(4)
-@pytest.mark.parametrize("words", [words for words, _ in _leaves(get_command(app)) if words != ("store", "serve")])
+@pytest.mark.parametrize("words", [words for words, _ in _leaves(TREE) if words != ("store", "serve")])
 def test_an_unknown_option_ends_each_command_with_2_and_json(words: tuple[str, ...]) -> None:
     refused = in_process(*words, "--no-such-option", "--json")
     assert (refused.code, json.loads(refused.out or refused.err)["error"]["reason"]) == (2, "WRONG_USAGE")
@@ -265,7 +263,7 @@ def test_an_unknown_option_ends_each_command_with_2_and_json(words: tuple[str, .
 @pytest.mark.long(4)
 def test_without_services_each_command_ends_as_the_table_of_exit_codes_has_it(tmp_path: Path) -> None:
     others, count = {}, 0
-    for number, (words, command) in enumerate(_leaves(get_command(app))):
+    for number, (words, command) in enumerate(_leaves(TREE)):
         if words[0] in STARTING or words in {("store", "serve"), ("store", "check"), ("store", "recover")}:
             continue
         given = ["1" if each.name in ("version", "versions") else "x" for each in command.params if each.required]

@@ -44,7 +44,7 @@ _STARTED = (
     "kvasir_bench.quality.__main__",
 )
 MEMINFO = "KVASIR_TEST_MEMINFO"  # names what programs read instead of the kernel's /proc/meminfo
-_FORKS.set_forkserver_preload([*_MAINS.values(), *_STARTED, "tests.running.settled"])
+_FORKS.set_forkserver_preload([*_MAINS.values(), *_STARTED, "tests.command_tree", "tests.running.settled"])
 
 
 class Program:

@@ -11,12 +11,11 @@ from posixpath import normpath
 
 import pytest
 from kvasir.cachestore.v1 import cachestore_pb2, pairing_pb2
-from kvasir.cli.main import app
 from kvasir.common.v1 import error_reason_pb2
 from kvasir.inference.v1 import handover_pb2, inference_pb2
 from kvasir_gateway.openapi import OPERATIONS
-from typer.main import get_command
 
+from tests.command_tree import TREE
 from tests.test_readme import problem, typed
 from tools.site import includes
 from tools.site.__main__ import write
@@ -112,7 +111,7 @@ def test_every_operation_and_every_header_is_on_the_page_of_http(pages: Path) ->
 
 def test_every_command_is_in_the_reference(pages: Path) -> None:
     page = (pages / "commands.md").read_text()
-    groups = get_command(app).commands  # type: ignore[attr-defined]
+    groups = TREE.commands
     names = [name for name, command in groups.items() if not command.hidden]
     names += [f"{name} {inner}" for name in names for inner in getattr(groups[name], "commands", ())]
     assert [name for name in names if f"# kvasir {name}\n" not in page] == []
