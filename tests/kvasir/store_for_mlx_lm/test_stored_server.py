@@ -8,10 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from functools import cache, partial
@@ -181,7 +181,7 @@ def test_a_damaged_cache_hides_no_other(store: RunningStore) -> None:
     file.write_bytes(file.read_bytes()[:-1])
     with _caches(store.address) as caches:
         found = [caches.fetch_nearest_cache(_TINY, [begin, *_PROMPT, 5])[1] for begin in (1, 2)]
-    assert [5] in found
+    assert sorted(map(len, found)) == [1, 302], "one goes on, and of the damaged one nothing does"
 
 
 def _wider(cache: list[Any]) -> list[Any]:
@@ -318,17 +318,14 @@ def test_a_model_whose_files_are_gone_is_served_without_stored_caches(store: Run
 @pytest.mark.long(2)
 def test_the_end_waits_for_no_store_that_hangs(store: RunningStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored_caches, "SILENCE_S", 0.2)
-    with StoreClient.connect(store.address) as client:
+    with StoreClient.connect(store.address) as client, ThreadPoolExecutor(1) as threads:
         caches = StoredPromptCaches(client, 64, lambda *_: True)
         caches.fetch_nearest_cache(_TINY, [9])
         os.kill(store.process.pid, signal.SIGSTOP)
         try:
             for first in range(12):
                 caches.insert_cache(_TINY, [first, *_PROMPT[:20]], _computed([first, *_PROMPT[:20]]))
-            ends = threading.Thread(target=caches.close, daemon=True)
-            ends.start()
-            ends.join(5)  # before the store's calls give up
-            assert not ends.is_alive()
+            threads.submit(caches.close).result(5)  # before the store's calls give up
         finally:
             os.kill(store.process.pid, signal.SIGCONT)
 
