@@ -86,7 +86,12 @@ class LocalBlobs:
         return self._shelves.is_dir()
 
     def prepare(self, hashes: Sequence[str]) -> None:
-        """Make the directories in which the blobs lie; those above them are synced once."""
+        """Make the directories in which the blobs lie; those above them are synced once. They are made again where
+        somebody removed them, but not where their own directory is gone, too: that is a disk that is away.
+        """
+        if self._durable_shelves and not self.exists() and self._directory.is_dir():
+            self._durable_shelves.clear()
+            self._durable_directories.discard(self._shelves)
         new = {hash_[:2] for hash_ in hashes} - self._durable_shelves
         if not new:
             return

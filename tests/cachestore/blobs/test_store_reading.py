@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,6 +82,22 @@ def test_a_disk_that_is_away_has_lost_no_blob(lab: Lab) -> None:
         lab.file_of(digest).unlink()
         with pytest.raises(DataLoss, match="missing"):
             store.blobs.read(NS, digest)
+
+
+def test_a_directory_of_blobs_that_somebody_removed_is_made_again_for_the_next_one(lab: Lab) -> None:
+    """Every write was a failure of the disk until the store's next start."""
+    (digest, data), manifest = a_block(), SyntheticAgent(SMALL, 1).turn(30)
+    with lab.open() as store:
+        write(store, digest, data, BlobKind.TENSORS)
+        shutil.rmtree(lab.directory_of(NS) / "blobs")
+        with pytest.raises(Unavailable):
+            store.blobs.read(NS, digest)
+        write(store, manifest.manifest_digest, manifest.manifest_bytes, BlobKind.MANIFEST)
+        assert bytes(store.blobs.read(NS, manifest.manifest_digest)) == manifest.manifest_bytes
+        with pytest.raises(DataLoss, match="missing"):
+            store.blobs.read(NS, digest)
+        write(store, digest, data, BlobKind.TENSORS)
+        assert bytes(store.blobs.read(NS, digest)) == data
 
 
 def test_a_blob_that_the_device_lost_is_damaged(lab: Lab) -> None:
