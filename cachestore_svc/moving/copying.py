@@ -124,7 +124,7 @@ class LineCopies:
         progress.count(missing)
         progress.blobs_skipped = progress.blobs_done
         yield progress
-        cuts, others = 0, _OtherWriters(self._stall_timeout_s)
+        cuts, others, now_s, next_s = 0, _OtherWriters(self._stall_timeout_s), asyncio.get_running_loop().time, 0.0
         while missing:
             batch = missing[:MAX_DIGESTS_PER_REQUEST]
             streams = [self._receive(remote, order, some, progress) for some in striped(batch)]
@@ -134,7 +134,9 @@ class LineCopies:
                         cuts = 0
                         progress.blobs_done += len(some)
                         progress.bytes_done += sum(digest.size_bytes for digest in some)
-                        yield progress
+                        if progress.blobs_done == progress.blobs_total or now_s() >= next_s:
+                            next_s = now_s() + PAUSE_S
+                            yield progress
                 missing = missing[len(batch) :]
             except Unavailable:
                 cuts += 1
