@@ -25,14 +25,15 @@ from kvasir.cli.engine import engine_client
 from kvasir.cli.rows import agent_row, counted, size, snapshot_row
 from kvasir.cli.showing.arguments import argument, option
 from kvasir.cli.showing.progress import transfer_progress
-from kvasir.clients import StoreClient
+from kvasir.clients import InferenceClient, StoreClient
 from kvasir.errors import FailedPrecondition, Internal, KvasirError, NotFound, Unavailable
-from kvasir.waits import PAUSE_S
+from kvasir.waits import PAUSE_S, SOON_S
 
 FromOption = Annotated[str, option("Bring it here from this peer.", "--from", metavar="PEER")]
 ToOption = Annotated[str, option("Give it to this peer.", "--to", metavar="PEER")]
 DryRunOption = Annotated[bool, option("Show what would be copied, and copy nothing.", "--dry-run")]
 OnProgress = Callable[[pb.TransferProgress], None]
+_TRIES = 3  # to hand a turn over that is refused for now
 
 
 def move(
@@ -194,23 +195,31 @@ def _turn_handed_over(caller: Caller, client: StoreClient, agent: str, peer: str
         return None  # the home's engine has the home's agents, not those of that store
     try:
         with engine_client(caller) as engine:
-            try:
-                engine.hand_over(peer, agent_id=agent)
-            except KvasirError as error:
-                if error.reason in ("TURN_NOT_FOUND", Unavailable.reason):  # no turn, or no engine
-                    return None
-                caller.say(f"{agent}'s turn is not handed over: {error.message}")
-                if peer not in client.get_capabilities().peers:
-                    return None  # the move will be refused
-                caller.say("its end is waited for")
-                # The store waits for the turn of an agent that it has; one in its first turn it does not know.
-                while _is_unknown(client, agent) and any(turn.agent_id == agent for turn in engine.list_turns()):
-                    time.sleep(PAUSE_S)
-                return "waited_for"
+            for tries_left in reversed(range(_TRIES)):
+                try:
+                    engine.hand_over(peer, agent_id=agent)
+                except KvasirError as error:
+                    if error.reason in ("TURN_NOT_FOUND", Unavailable.reason):  # no turn, or no engine
+                        return None if tries_left == _TRIES - 1 else "waited_for"
+                    caller.say(f"{agent}'s turn is not handed over: {error.message}")
+                    if peer not in client.get_capabilities().peers:
+                        return None  # the move will be refused
+                    if not tries_left or error.retry_after_s is None:
+                        return _waited_for(caller, client, engine, agent)
+                    time.sleep(min(error.retry_after_s, SOON_S))  # the turn goes on meanwhile
+                else:
+                    return "handed_over"
     except Unavailable as error:  # it ended meanwhile
         caller.say(f"{agent}'s turn is not handed over: {error.message}")
-        return None
-    return "handed_over"
+    return None
+
+
+def _waited_for(caller: Caller, client: StoreClient, engine: InferenceClient, agent: str) -> str:
+    """The store waits for the turn of an agent that it has; one in its first turn it does not know."""
+    caller.say("its end is waited for")
+    while _is_unknown(client, agent) and any(turn.agent_id == agent for turn in engine.list_turns()):
+        time.sleep(PAUSE_S)
+    return "waited_for"
 
 
 def _is_unknown(client: StoreClient, agent: str) -> bool:
