@@ -157,7 +157,7 @@ def test_a_first_turn_is_waited_for_and_the_command_reports_it(macs: Macs) -> No
     laptop, studio = macs
     heard, ended = run(moved(laptop, "first", **{**FIRST, "sampling": {**ON, "max_tokens": 300}}))
     assert ended.code == 0, ended
-    assert re.search(r"first has moved to studio after the end of its turn: [\d.]+ KiB sent in [\d.]+ s", ended.out)
+    assert re.search(r"first has moved to studio after the end of its turn: [\d.]+ [KM]iB sent in [\d.]+ s", ended.out)
     assert "first's turn is not handed over: the turn stays here: it is its agent's first" in ended.err
     assert "its end is waited for" in ended.err
     assert (len(heard.reply.token_ids), studio.versions("first")) == (300, [1])
