@@ -21,8 +21,8 @@ from inference_svc.kv.page import PAGE_TOKENS, PageFormat, RowFormat
 
 _ROWS = RowFormat(2, 128, 4, 64)
 _FORMAT = PageFormat(_ROWS, _ROWS, identity_pb2.SCALE_TYPE_BFLOAT16)
-# Of which a block has 16 warps, as of most models' sizes.
-_HIDDEN, _INNER, _HEADS, _GROUP, _EPSILON = 1024, 1024, 8, 64, 1e-5
+# Of which a block has 16 warps, as of most models' sizes, and products several steps.
+_HIDDEN, _INNER, _HEADS, _GROUP, _EPSILON = 2048, 1024, 8, 64, 1e-5
 _BLOCKS = (2, 0)  # the pages of all rows: each sees those before it, on both sides of a block's border
 _PLACES = (PAGE_TOKENS - 3, PAGE_TOKENS - 1, PAGE_TOKENS + 1)
 _TOLERANCE = 0.03
@@ -87,7 +87,7 @@ def _weights(*, is_packed: bool) -> LayerWeights:
     ]
     values = [_random(*size, seed=seed) / size[1] ** 0.5 for seed, size in enumerate(sizes)]
     matrices = tuple(_packed(each) if is_packed else (each,) for each in values)
-    frequencies = 1 / (1 + mx.arange(_ROWS.dim // 2, dtype=mx.float32) ** 2)
+    frequencies = 1 / (1 + mx.arange(_ROWS.dim // 2, dtype=mx.float32))
     settings = mx.array([_ROWS.dim**-0.5, _EPSILON, _EPSILON], mx.float32)
     norms = _random(_HIDDEN, seed=7), _random(_HIDDEN, seed=8)
     return LayerWeights(norms, matrices, frequencies, settings, new_counters(), _HEADS)

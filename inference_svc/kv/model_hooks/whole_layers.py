@@ -21,7 +21,7 @@ from mlx.nn.layers.quantized import QuantizedLinear
 from mlx_lm.models.rope_utils import Llama3RoPE
 
 from inference_svc.kv.attention.fused import COMPILERS, Compiler, compiled, cuda_compiler, lone_cuda_compiler
-from inference_svc.kv.attention.geometry import LANES, PARTIAL_EXTRA, WARPS, SplitGeometry, format_template
+from inference_svc.kv.attention.geometry import LANES, PARTIAL_EXTRA, SplitGeometry, format_template
 from inference_svc.kv.attention.kernels import Dialect, layer_source
 from inference_svc.kv.batch.fused_layer import FusedLayer, StepPages
 from inference_svc.kv.model_hooks.few_rows import most_shared_bytes
@@ -30,14 +30,12 @@ from inference_svc.kv.page import PageFormat
 MAX_ROWS = 8  # a column of fragments; with two it is slower than kernels one by one
 _SLICE, _SUM_STRIDE, _X_PADDING = 528, 36, 32  # as in layer.h and layer_body.h
 _EACH = 64  # inputs of a warp in a stage
-_WARPS = (16, 8)
-_PART_WARPS = 8  # of values: less registers
+_WARPS = ((16, 8), (16, 4), (8, 8))  # of a block, and of its parts that attend; with values four have too few registers
 _SHARED_BYTES, _ATTENTION_BYTES = 224 << 10, 96 << 10
 _LEAST_STAGES, _MOST_STAGES = 4, 24
 _GROUPS = (32, 64, 128)
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _OPENED = ("gate_proj", "up_proj", "down_proj")
-_MOST_HEADS = 64  # of K and V
 _DRIVER = "libcuda.so.1"
 _MULTIPROCESSORS, _MPS_ENABLED = 16, 133  # the driver's names for their number, and for a device that processes share
 Matrix = tuple[mx.array, ...]
@@ -49,7 +47,7 @@ _owner: list[ref[Module]] = []
 class LayerWeights:
     """A layer's numbers. `matrices`: of q, k, v, o, gate, up and down, values alone, or codes, scales and biases.
     `frequencies`: by pair of dimensions the factor of a position. `settings`: the scale of scores, the norms' epsilons.
-    `counters`: words that blocks wait at.
+    `counters`: with the word that blocks wait at.
     """
 
     norms: tuple[mx.array, mx.array]
@@ -142,8 +140,7 @@ def _block_shape(sizes: LayerSizes, page_format: PageFormat) -> _BlockShape | No
     """Of the most warps with room for some stages, whose inputs, 64 for each, make up all depths; None: of none."""
     depths, key = (sizes.hidden, sizes.inner, sizes.heads * page_format.key.dim), page_format.key
     queries = 8 if sizes.heads // key.kv_heads <= 8 else 16
-    for warps in _WARPS:
-        each = WARPS if sizes.group else _PART_WARPS
+    for warps, each in _WARPS if sizes.group else _WARPS[::2]:
         parts = warps // each
         split = SplitGeometry(page_format, queries, True, warps=each, most_tile=64 if warps == 8 else 32)
         while parts > 1 and parts * split.shared_bytes > _ATTENTION_BYTES:
@@ -158,11 +155,11 @@ def _block_shape(sizes: LayerSizes, page_format: PageFormat) -> _BlockShape | No
 def _ring_bytes(sizes: LayerSizes, warps: int, attention_bytes: int) -> tuple[int, int]:
     """Of a stage of weights, and of all beside the ring."""
     own_x, sums = MAX_ROWS * (sizes.hidden + _X_PADDING) * 2, 4 * warps * MAX_ROWS * _SUM_STRIDE
-    squares = 4 * (16 * MAX_ROWS + 16)
+    others = 2 * sizes.hidden + 4 * (16 * MAX_ROWS + 16)  # a norm's weights, and sums of squares
     if not sizes.group:
-        return 2 * warps * 16 * _EACH, 2 * sizes.hidden + squares + max(sums + own_x, attention_bytes)
+        return 2 * warps * 16 * _EACH, others + max(sums + own_x, attention_bytes)
     stage = 2 * (warps * _SLICE + 2 * 32 * (_EACH * warps // sizes.group))
-    return stage, sums + squares + max(own_x, attention_bytes)
+    return stage, others + sums + max(own_x, attention_bytes)
 
 
 @lru_cache(maxsize=1024)
@@ -176,7 +173,7 @@ def why_not(sizes: LayerSizes, slots: int, page_format: PageFormat, dtype: mx.Dt
         return "pages of another type"
     if key.dim != value.dim or key.dim % 32 or key.is_rotated:
         return "heads of a kind that it does not know"
-    if sizes.heads // key.kv_heads > 16 or key.kv_heads > _MOST_HEADS or sizes.group not in (0, *_GROUPS):
+    if sizes.heads // key.kv_heads > 16 or sizes.group not in (0, *_GROUPS):
         return "more heads, or groups of another size, than it knows"
     return "" if _block_shape(sizes, page_format) else "sizes that its blocks have no room for"
 
@@ -288,8 +285,8 @@ def frequencies_of(rope: Any) -> mx.array | None:
 
 
 def new_counters() -> mx.array:
-    """Words that blocks meet at: all of them, and those that attend to a row's head."""
-    return mx.zeros(1 + MAX_ROWS * _MOST_HEADS, mx.uint32)
+    """The word that blocks meet at, the first of so many that they are not the host's memory."""
+    return mx.zeros(4, mx.uint32)
 
 
 def _kept(shared: dict[Any, mx.array], key: Any, make: Callable[[], mx.array]) -> mx.array:

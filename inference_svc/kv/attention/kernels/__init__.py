@@ -203,8 +203,8 @@ def layer_source(*, is_packed: bool) -> KernelSource:
     """A decoding layer whole, with weights of 4 or of 16 bits, of CUDA alone; by `scratch` its steps give results to
     each other.
     """
-    before = _header(Dialect.CUDA, CUDA_INSTRUCTIONS, "few_rows.h", "rows.h", "quantize.h", "reduce.h")
-    parts = text("tile.h") + text("matrices.h")  # by some warps, which wait for themselves alone
+    before = _header(Dialect.CUDA, CUDA_INSTRUCTIONS, "few_rows.h", "rows.h", "quantize.h")
+    parts = "".join(map(text, ("reduce.h", "tile.h", "matrices.h")))  # by some warps, which wait for themselves alone
     header = f"{before}#define kv_group_barrier kv_part_barrier<WARPS>\n{parts}#undef kv_group_barrier\n"
     header += text("layer.h") + text("codes_pass.h" if is_packed else "values_pass.h")
     kinds, written = "wsb" if is_packed else "w", ("pages", "counters")

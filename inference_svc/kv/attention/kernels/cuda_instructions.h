@@ -125,11 +125,11 @@ KV_FN void kv_grid_barrier(const kv_u32* word) {
     const kv_u32 part = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1;
     kv_u32 before, now;
     asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(part) : "memory");
-    int left = 1 << 22;
-    do {
+    now = before + part;  // the last to come needs no other look
+    for (int left = 1 << 22; !((before ^ now) & 0x80000000u); --left) {
       asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
-      if (--left == 0) __trap();
-    } while (!((before ^ now) & 0x80000000u));
+      if (left == 0) __trap();
+    }
   }
   __syncthreads();
 }

@@ -12,8 +12,7 @@ auto total = [&](int row, int output) {
 auto of_shared = [&](int step, kv_u32x4 (*to)[2]) {
   KV_UNROLL for (int n = 0; n < TILES; ++n) KV_UNROLL for (int half = 0; half < 2; ++half) {
     const int row = n * 8 + kv_lane / 4;
-    to[n][half] = kv_u32x4{0, 0, 0, 0};
-    if (row < rows) to[n][half] = *(const kv_u32x4*)(own_x + row * X_STRIDE + step * STEP + kv_warp * 64 + half * 32 + kv_lane % 4 * 8);
+    to[n][half] = *(const kv_u32x4*)(own_x + row * X_STRIDE + step * STEP + kv_warp * 64 + half * 32 + kv_lane % 4 * 8);
   }
 };
 auto of_global = [&](const T* from, int width) {
@@ -25,9 +24,19 @@ auto of_global = [&](const T* from, int width) {
     }
   };
 };
+// A norm's weights come near before it begins, and behind their reads some stages of matrices.
+constexpr int NORM_PIECES = HIDDEN / 8, NORM_EACH = (NORM_PIECES + THREADS - 1) / THREADS;
+auto bring = [&](const T* weights, int stages) {
+  kv_u32x4 mine[NORM_EACH];
+  KV_UNROLL for (int i = 0; i < NORM_EACH; ++i)
+    if (i * THREADS + thread < NORM_PIECES) mine[i] = ((const kv_u32x4*)weights)[i * THREADS + thread];
+  KV_ROLLED for (int i = 0; i < stages; ++i) begin();
+  KV_UNROLL for (int i = 0; i < NORM_EACH; ++i)
+    if (i * THREADS + thread < NORM_PIECES) near_norm[i * THREADS + thread] = mine[i];
+};
 // Rows of HIDDEN values, normed, into shared memory, by each block for itself. A row's squares are summed in sixteen
 // shares, so that the order is one for any number of warps that share a row.
-auto norm = [&](const T* from, const T* weight, float epsilon) {
+auto norm = [&](const T* from, float epsilon) {
   constexpr int PIECES = HIDDEN / 8, SHARES = 16;
   int sharing = WARPS;  // warps of a row
   while (sharing > 1 && sharing * rows > WARPS) sharing /= 2;
@@ -67,19 +76,21 @@ auto norm = [&](const T* from, const T* weight, float epsilon) {
     const float factor = kv_inverse_root(square / HIDDEN + epsilon);
     for (int share = own; share < SHARES; share += sharing)
       for (int piece = share * 32 + kv_lane; piece < PIECES; piece += SHARES * 32) {
-        const kv_u32x4 weights = ((const kv_u32x4*)weight)[piece];
+        const kv_u32x4 weights = near_norm[piece];
         kv_u32x4* place = (kv_u32x4*)(own_x + row * X_STRIDE + piece * 8);
         const kv_u32x4 four = *place;
-        *place = kv_eight<IS_PAIRED>(kv_normed_pair<T, IS_BFLOAT>(four.x, weights.x, factor), kv_normed_pair<T, IS_BFLOAT>(four.y, weights.y, factor),
-                                     kv_normed_pair<T, IS_BFLOAT>(four.z, weights.z, factor), kv_normed_pair<T, IS_BFLOAT>(four.w, weights.w, factor));
+        *place = kv_eight<IS_PAIRED>(kv_normed_pair<IS_BFLOAT>(four.x, weights.x, factor), kv_normed_pair<IS_BFLOAT>(four.y, weights.y, factor),
+                                     kv_normed_pair<IS_BFLOAT>(four.z, weights.z, factor), kv_normed_pair<IS_BFLOAT>(four.w, weights.w, factor));
       }
   }
+  KV_ROLLED for (int i = rows * PIECES + thread; i < ROWS * PIECES; i += THREADS)
+    *(kv_u32x4*)(own_x + i / PIECES * X_STRIDE + i % PIECES * 8) = kv_u32x4{0, 0, 0, 0};
   kv_group_barrier();
 };
 
 // --- queries, keys and values: a pass has some dimensions of a head and those that they are rotated with ---
 auto turn_heads = [&](int pass) {
-  kv_multiply_pass<IS_BFLOAT, W_GROUP, TURNED, WARPS, TILES, STAGES, false>(pass, HIDDEN / STEP, of_shared, begin, ring, used, sums, kv_warp, kv_lane);
+  kv_multiply_pass<IS_BFLOAT, W_GROUP, TURNED, WARPS, TILES, STAGES, false>(first_step(0, pass), steps_of(0), of_shared, begin, ring, used, sums, kv_warp, kv_lane);
   constexpr int PAIRS = DIM / 2 / TURNED;
   const int head = pass / PAIRS, first = pass % PAIRS * TURNED;
   KV_ROLLED for (int i = thread; i < rows * TURNED; i += THREADS) {
@@ -141,33 +152,19 @@ auto attend = [&]() {
         queries + first_query * DIM, pages + page * pages_shape[1], head, split * SPLIT_TOKENS + warp * (SPLIT_TOKENS / PART_WARPS),
         place + 1, 1, 0, SHARE, settings[0], 0, partial + first_query * stride + split * (DIM + 4), stride, warp, kv_lane, mine);
     kv_part_barrier<PART_WARPS>();
-    if (splits > FEW_SPLITS) continue;
-    // The last of a head's splits makes its results.
-    int* const is_last = (int*)squares + part;
-    if (warp == 0 && kv_lane == 0) *is_last = kv_is_last(counters + 1 + row * KV_HEADS + head, place / SPLIT_TOKENS + 1);
-    kv_part_barrier<PART_WARPS>();
-    for (int query = warp; query < SHARE && *is_last; query += PART_WARPS)
-      kv_reduce_by_warp<T, DIM, IS_PAIRED>(partial + (first_query + query) * stride, place / SPLIT_TOKENS + 1, attended + (first_query + query) * DIM, kv_lane);
-    kv_part_barrier<PART_WARPS>();
   }
-  for (int i = kv_block_x * THREADS + thread; i < rows * Q_WIDTH; i += blocks * THREADS)
-    if (own_places[i / Q_WIDTH] < 0) attended[i] = T(0.0f);
-  if (splits > FEW_SPLITS) {
-    kv_grid_barrier(counters);
-    for (int query = kv_block_x; query < rows * HEADS; query += blocks) {
-      if (kv_warp < 8)
-        kv_reduce<T, DIM, 8, IS_PAIRED>(partial + long(query) * splits * (DIM + 4), SPLIT_TOKENS, 0, KvSeen{0, own_places[query / HEADS]},
-                                   KV_NONE, attended + query * DIM, kv_warp, kv_lane, room);
-      else
-        kv_group_barrier();
-      kv_group_barrier();
-    }
+  // Each eight warps make a query's results, all at once: the last of a head's splits would take longer alone.
+  kv_grid_barrier(counters);
+  KV_ROLLED for (int query = kv_block_x + kv_warp / 8 * blocks; query < rows * HEADS; query += WARPS / 8 * blocks) {
+    kv_reduce<T, DIM, 8, IS_PAIRED>(partial + long(query) * splits * (DIM + 4), SPLIT_TOKENS, 0, KvSeen{0, own_places[query / HEADS]},
+                                    KV_NONE, attended + query * DIM, kv_warp % 8, kv_lane, room + kv_warp / 8 * 8 * (DIM + 4));
+    kv_part_barrier<8>();
   }
 };
 
 // --- the gate, and the products that it opens for ---
 auto open = [&](int pass) {
-  kv_multiply_pass<IS_BFLOAT, W_GROUP, OPENED, WARPS, TILES, STAGES, false>(pass, HIDDEN / STEP, of_shared, begin, ring, used, sums, kv_warp, kv_lane);
+  kv_multiply_pass<IS_BFLOAT, W_GROUP, OPENED, WARPS, TILES, STAGES, false>(first_step(2, pass), steps_of(2), of_shared, begin, ring, used, sums, kv_warp, kv_lane);
   KV_ROLLED for (int i = thread; i < rows * OPENED; i += THREADS) {
     const float gate = total(i / OPENED, i % OPENED), up = total(i / OPENED, OPENED + i % OPENED);
     const int input = pass * OPENED + (IS_PAIRED ? kv_paired(i % OPENED) : i % OPENED);
@@ -176,9 +173,9 @@ auto open = [&](int pass) {
 };
 
 // --- the products of attention, and of what was opened, and the rows before it ---
-auto add_product = [&](int pass, const T* from, int depth, const T* added, T* to) {
+auto add_product = [&](int phase, int pass, const T* from, int depth, const T* added, T* to) {
   constexpr int EACH = 2 * ADDED;
-  kv_multiply_pass<IS_BFLOAT, W_GROUP, ADDED, WARPS, TILES, STAGES, true>(pass, depth / STEP, of_global(from, depth), begin, ring, used, sums, kv_warp, kv_lane);
+  kv_multiply_pass<IS_BFLOAT, W_GROUP, ADDED, WARPS, TILES, STAGES, true>(first_step(phase, pass), steps_of(phase), of_global(from, depth), begin, ring, used, sums, kv_warp, kv_lane);
   KV_ROLLED for (int i = thread; i < rows * EACH; i += THREADS) {
     const int at = i / EACH * HIDDEN + pass * EACH + i % EACH;
     to[at] = T(total(i / EACH, i % EACH) + float(added[at]));
@@ -186,9 +183,13 @@ auto add_product = [&](int pass, const T* from, int depth, const T* added, T* to
 };
 
 if (thread < rows) own_places[thread] = places[thread];
+bring(norm_in, FIRST_STAGES);  // copies of all would keep the norm from the rows that it reads
 _Pragma("unroll (UNROLLED)") for (int half = 0; half < 2; ++half) {
-  norm(half ? h : x, brought(half ? norm_after : norm_in), settings[1 + half]);
-  if (half == 0) bring(norm_after);
+  norm(half ? h : x, settings[1 + half]);
+  if (half == 0) {
+    KV_ROLLED for (int i = FIRST_STAGES; i < AHEAD; ++i) begin();
+    bring(norm_after, 0);
+  }
   KV_ROLLED for (int pass = kv_block_x; pass < passes_of(2 * half); pass += blocks) {
     if (half == 0)
       turn_heads(pass);
@@ -201,7 +202,7 @@ _Pragma("unroll (UNROLLED)") for (int half = 0; half < 2; ++half) {
     kv_grid_barrier(counters);
   }
   KV_ROLLED for (int pass = kv_block_x; pass < passes_of(2 * half + 1); pass += blocks)
-    add_product(pass, half ? opened : attended, half ? INNER : Q_WIDTH, half ? h : x, half ? out : h);
+    add_product(2 * half + 1, pass, half ? opened : attended, half ? INNER : Q_WIDTH, half ? h : x, half ? out : h);
   if (half == 0) kv_grid_barrier(counters);
 }
 kv_copies_done<0>();

@@ -1,6 +1,7 @@
 // Weights of 16 bits on their way: each warp brings and multiplies its own inputs, in stages of 16 outputs' 64 inputs.
 constexpr bool IS_PAIRED = false;
 constexpr int UNROLLED = 1;  // both halves of the layer have the same instructions: less are fetched
+constexpr int FIRST_STAGES = STAGES / 2, AHEAD = STAGES;  // copies that are on their way when a pass begins
 constexpr int TURNED = 8, OPENED = 16, ADDED = 16;  // outputs of each of a pass's two parts
 kv_u16* const ring = (kv_u16*)kv_shared + kv_warp * STAGES * KV_VALUES_STAGE;
 kv_u32x4* const near_norm = (kv_u32x4*)((kv_u16*)kv_shared + WARPS * STAGES * KV_VALUES_STAGE);
@@ -16,7 +17,7 @@ struct Way {
   const kv_u16 *first, *second;
 };
 Way way = {0, kv_block_x, 0, 0, 0, 0, 0, nullptr, nullptr};
-kv_u16* made = ring;
+int made = 0;
 
 auto passes_of = [&](int phase) {
   return phase == 0 ? (Q_WIDTH + 2 * KV_WIDTH) / (2 * TURNED) : phase == 2 ? INNER / OPENED : HIDDEN / (2 * ADDED);
@@ -55,8 +56,8 @@ auto aim = [&](Way& at) {
     at.depth = INNER;
   }
   at.tiles = half / 8;
-  at.left_steps = at.depth / STEP;
-  const int begun = kv_first_step(at.pass, at.left_steps), own = begun * STEP + kv_warp * 64;
+  at.left_steps = steps_of(at.phase);
+  const int begun = first_step(at.phase, at.pass), own = begun * STEP + kv_warp * 64;
   at.turn_steps = at.left_steps - begun;
   at.first = w + long(first) * at.depth + own;
   at.second = (at.phase == 2 ? (const kv_u16*)w_up : w) + long(second) * at.depth + own;
@@ -76,37 +77,15 @@ auto go_on = [&](Way& at) {
 auto begin = [&]() {
   if (way.phase < 4) {
     const int from = (way.tile * 8 + kv_lane / 8) * way.depth + kv_lane % 8 * 8, half = 4 * way.depth;
-    kv_u16* const to = made + kv_values_place(kv_lane / 8, kv_lane % 8);
+    kv_u16* const to = ring + made + kv_values_place(kv_lane / 8, kv_lane % 8);
     kv_copy16(to, way.first + from, true);
     kv_copy16(to + 4 * 64, way.first + from + half, true);
     kv_copy16(to + 8 * 64, way.second + from, true);
     kv_copy16(to + 12 * 64, way.second + from + half, true);
-    made = made == ring + (STAGES - 1) * KV_VALUES_STAGE ? ring : made + KV_VALUES_STAGE;
+    made = made == (STAGES - 1) * KV_VALUES_STAGE ? 0 : made + KV_VALUES_STAGE;
     go_on(way);
   }
   kv_copies_begun();
 };
-// A norm's weights come near before it begins.
-constexpr int NORM_PIECES = HIDDEN / 8, NORM_EACH = (NORM_PIECES + THREADS - 1) / THREADS;
-auto held = [&](const T* weights, kv_u32x4* to) {
-  KV_UNROLL for (int i = 0; i < NORM_EACH; ++i)
-    if (i * THREADS + thread < NORM_PIECES) to[i] = ((const kv_u32x4*)weights)[i * THREADS + thread];
-};
-auto keep = [&](const kv_u32x4* from) {
-  KV_UNROLL for (int i = 0; i < NORM_EACH; ++i)
-    if (i * THREADS + thread < NORM_PIECES) near_norm[i * THREADS + thread] = from[i];
-};
-auto bring = [&](const T* weights) {
-  kv_u32x4 mine[NORM_EACH];
-  held(weights, mine);
-  keep(mine);
-};
-auto brought = [&](const T*) { return (const T*)near_norm; };
-const kv_u16* used = ring;
-{
-  kv_u32x4 mine[NORM_EACH];
-  held(norm_in, mine);
-  aim(way);
-  KV_ROLLED for (int i = 0; i < STAGES; ++i) begin();
-  keep(mine);
-}
+int used = 0;
+aim(way);

@@ -23,14 +23,13 @@ KV_FN void kv_multiply_stage(const kv_u16* w, const kv_u32x4 (*x)[2], float (*su
 // `used` on, and `begin` sends another. `x_at` gives a lane its part of a step's inputs; IS_AHEAD: a step ahead, as that
 // takes long.
 template <bool IS_BFLOAT, int GROUP, int HALF, int WARPS, int TILES, int STAGES, bool IS_AHEAD, typename X, typename Begin>
-KV_FN void kv_multiply_pass(int pass, int steps, const X& x_at, Begin& begin, const kv_u16* ring, const kv_u16*& used, float* sums,
+KV_FN void kv_multiply_pass(int at, int steps, const X& x_at, Begin& begin, const kv_u16* ring, int& used, float* sums,
                               int warp, int lane) {
   constexpr int HEIGHT = HALF / 8, ROWS = 8 * TILES;
   float sum[HEIGHT][TILES][4];
   KV_UNROLL for (int h = 0; h < HEIGHT; ++h) KV_UNROLL for (int n = 0; n < TILES; ++n)
     KV_UNROLL for (int j = 0; j < 4; ++j) sum[h][n][j] = 0;
   kv_u32x4 now[TILES][2], next[TILES][2];
-  int at = kv_first_step(pass, steps);
   if (IS_AHEAD) x_at(at, next);
   KV_ROLLED for (int step = 0; step < steps; ++step) {
     const int behind = at + 1 == steps ? 0 : at + 1;
@@ -42,10 +41,10 @@ KV_FN void kv_multiply_pass(int pass, int steps, const X& x_at, Begin& begin, co
     }
     KV_UNROLL for (int h = 0; h < HEIGHT; ++h) {
       kv_copies_done<STAGES - 1>();
-      kv_multiply_stage<IS_BFLOAT, TILES>(used, now, sum[h], lane);
+      kv_multiply_stage<IS_BFLOAT, TILES>(ring + used, now, sum[h], lane);
       kv_warp_barrier();
       begin();
-      used = used == ring + (STAGES - 1) * KV_VALUES_STAGE ? ring : used + KV_VALUES_STAGE;
+      used = used == (STAGES - 1) * KV_VALUES_STAGE ? 0 : used + KV_VALUES_STAGE;
     }
     at = behind;
   }

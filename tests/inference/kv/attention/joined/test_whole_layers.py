@@ -87,7 +87,7 @@ def layer(
 ) -> Any:
     """x, weights and pages of a layer, whose blocks have eight warps, or of 1,024 hidden values 16."""
     mx.random.seed(4)
-    heads = hidden // 64
+    heads, inner = hidden // 64, 1536 if hidden == 2048 else 1024
     scale_type = BF16 if dtype == mx.bfloat16 else FP16
     scene = Scene(page_format(policy, 2, 64, 64, scale_type), lengths, heads, dtype=dtype)
     table = mx.where(scene.block_table < 0, 0, scene.block_table)
@@ -101,9 +101,9 @@ def layer(
         (128, hidden),
         (128, hidden),
         (hidden, hidden),
-        (1024, hidden),
-        (1024, hidden),
-        (hidden, 1024),
+        (inner, hidden),
+        (inner, hidden),
+        (hidden, inner),
     ]
     weights = whole_layers.LayerWeights(
         (mx.random.uniform(0.5, 1.5, (hidden,)).astype(dtype), mx.random.uniform(0.5, 1.5, (hidden,)).astype(dtype)),
@@ -130,7 +130,7 @@ def by_steps(x: mx.array, weights: Any, step: StepPages, group: int, monkeypatch
     return whole_layer_check._layer_by_steps(x, weights, step)
 
 
-@pytest.mark.long(12)
+@pytest.mark.long(25)
 @pytest.mark.parametrize(
     ("lengths", "group", "policy", "hidden"),
     [
@@ -138,6 +138,7 @@ def by_steps(x: mx.array, weights: Any, step: StepPages, group: int, monkeypatch
         ((1,), 32, "q8", 512),
         (range(1, 1 + MAX_ROWS), 128, "exact", 512),
         ((9, 600), 64, "k8v4", 1024),
+        ((5, 300), 64, "q4", 2048),
         ((5, 300, 257), 0, "exact", 512),
         (range(1, 1 + MAX_ROWS), 0, "k8v4", 1024),
     ],
@@ -175,14 +176,12 @@ def test_a_row_has_the_same_bits_beside_any_others_and_in_blocks_of_any_number(g
 @pytest.mark.long(3)
 @pytest.mark.parametrize("group", [64, 0])
 def test_a_row_has_the_same_bits_beside_one_of_many_pages(group: int) -> None:
-    """Results of many splits are made behind a barrier of their own; a row without a token has none."""
+    """A row without a token has no results."""
     x, weights, step = layer([600, 5, 1], group=group)
     step = replace(step, places=mx.array([599, 4, -1], mx.int32))
     wide = replace(step, block_table=mx.pad(step.block_table, [(0, 0), (0, 33 - step.block_table.shape[1])]))
     right, found = (whole_layer(x, weights, each, whole_layers.multiprocessors()) for each in (step, wide))
     assert mx.array_equal(found, right)
-    # The first word is the grid's barrier, whose highest bit turns each time and may be as it is.
-    assert not mx.any(weights.counters[1:]).item(), "the next launch begins as this one did"
 
 
 def refused(change: Callable[[Any], Any], bits: int = 4, **changed: Any) -> bool:
@@ -300,7 +299,7 @@ def test_a_device_that_processes_share_computes_no_whole_layers(
     assert multiprocessors.__wrapped__() == found
 
 
-@pytest.mark.long(20)
+@pytest.mark.long(40)
 @pytest.mark.skipif(not IS_CPU, reason="one barrier less may show nothing on a GPU")
 @pytest.mark.parametrize(
     ("what", "by"),
@@ -312,7 +311,9 @@ def test_a_device_that_processes_share_computes_no_whole_layers(
         ("lane % 4;\n  kv_group_barrier();", "lane % 4;"),
         ("  kv_grid_barrier(counters);\n  if (half == 0) {", "  if (half == 0) {"),
         ("float(own_places[row])", "float(own_places[row] + 1)"),
-        ("brought(half ? norm_after : norm_in)", "brought(norm_in)"),
+        ("bring(norm_after, 0);", "bring(norm_in, 0);"),
+        (" + moved * SCALES", ""),
+        ("second + row - half", "second + row"),
         ("kv_written();", "kv_written(); if (page == 0) ((kv_u16*)pages)[32 * (50 + warp) + kv_lane] = 0xffff;"),
     ],
 )
