@@ -195,7 +195,7 @@ def test_programs_that_compute_take_the_blas_before_mlx() -> None:
             names = [each.module or "" if isinstance(each, ast.ImportFrom) else each.names[0].name for each in imports]
             first = next((name for name in names if name.split(".")[0] in packages), "inference_svc")
             late |= {file.name} if not first.startswith("inference_svc") else set()
-    assert late == {"link_rates.py", "step_cost.py"}, "copies, and a model that computes nothing"
+    assert late == {"link_rates.py"}, "it copies, and computes nothing"
 
 
 LOGS = """import structlog

@@ -1,8 +1,5 @@
 """A played model's replies show what is in the pages: a wrong page, an old one or one at another place changes them."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from random import Random
 
@@ -11,7 +8,6 @@ import pytest
 from kvasir.errors import Cancelled, InvalidArgument
 from kvasir_bench.played import __main__ as played_engine
 from kvasir_bench.played.played_model import PlayedRunner, open_played
-from kvasir_bench.played.step_cost import IdleRunner, StepMeter
 
 from inference_svc.engine.engine import Engine
 from inference_svc.kv.page import PAGE_TOKENS
@@ -58,10 +54,8 @@ def replies(runner: PlayedRunner, pool: KvPool, *sequences: SequenceKV) -> list[
     return said
 
 
-@pytest.mark.parametrize("kind", [PlayedRunner, IdleRunner])
-def test_an_engine_of_it_ends_as_any_other(kind: type[PlayedRunner], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(IdleRunner, "meter", StepMeter(), raising=False)
-    opened, made = open_played(SHAPE, WHICH, runner_class=kind)[:2]
+def test_an_engine_of_it_ends_as_any_other() -> None:
+    opened, made = open_played(SHAPE, WHICH)
     made.new_batch(made.new_pool(opened.info.kv_identity.policy, 40 << 20), 0).close()
     made.close()
 
@@ -141,14 +135,3 @@ def test_only_the_program_of_benches_plays(tmp_path: Path, capsys: pytest.Captur
     with pytest.raises(SystemExit):
         played_engine.main(["serve", "--listen", "unix:/nowhere"])
     assert "--shape" in capsys.readouterr().err
-
-
-@pytest.mark.long(2)
-def test_a_step_of_all_rows_is_timed_by_thread() -> None:
-    argv = [sys.executable, "-m", "kvasir_bench.played.step_cost", "--rows", "2", "--tokens", "30"]
-    told = subprocess.run(argv, check=True, capture_output=True, text=True, timeout=120).stdout
-    [found] = [json.loads(line) for line in told.splitlines() if line.startswith("{")]
-    assert 0 < found["steps"] <= 30
-    assert found["messages"] >= 4
-    assert 0 < found["engine_us"] < found["process_us"]
-    assert 0 < found["loop_us"] < found["process_us"]

@@ -171,7 +171,6 @@ def open_played(
     *,
     tokens_per_s: float = 0.0,
     sleep: Callable[[float], None] = time.sleep,
-    runner_class: type[PlayedRunner] = PlayedRunner,
 ) -> tuple[OpenedModel, PlayedRunner]:
     """As `open_model`, for a geometry's name. Raises InvalidArgument for a shape or a policy that is not played."""
     shape, policy = str(model), which.get("policy")
@@ -187,7 +186,7 @@ def open_played(
         (directory / "tokenizer.json").read_text(encoding="utf-8"), lambda ids: str(tokenizer.decode(list(ids)))
     )
     vocabulary_size = len(tokenizer)
-    runner = runner_class(layers, vocabulary_size, _plain_words(tokenizer, vocabulary_size), tokens_per_s, sleep)
+    runner = PlayedRunner(layers, vocabulary_size, _plain_words(tokenizer, vocabulary_size), tokens_per_s, sleep)
     chosen = request.policy(Rung.Q4, _COMPUTE_TYPE, len(layers))
     digest = blake3(f"kvasir.played.v1 {shape}".encode()).hexdigest()
     identity = identity_pb2.KvIdentity(weights_digest=digest, layers=layers, policy=chosen)
