@@ -20,7 +20,6 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import mlx.core as mx  # noqa: E402
 import pytest  # noqa: E402
-from safetensors import numpy as tensor_files  # noqa: E402
 
 from inference_svc.kv.policy import Rung, policy_of  # noqa: E402
 from inference_svc.model.kvasir_tiny import path  # noqa: E402
@@ -30,7 +29,7 @@ from tests.inference.engine.wedlm.tiny_wedlm import plain_model  # noqa: E402
 from tools.kvasir_tiny import network, rows  # noqa: E402
 from tools.kvasir_tiny import train as plain_train  # noqa: E402
 from tools.kvasir_tiny.rows import Batch  # noqa: E402
-from tools.kvasir_tiny.wedlm import exam, mean, row_files, train  # noqa: E402
+from tools.kvasir_tiny.wedlm import exam, row_files, train  # noqa: E402
 from tools.kvasir_tiny.wedlm import network as wedlm  # noqa: E402
 from tools.kvasir_tiny.wedlm.evaluate import WindowReader  # noqa: E402
 from tools.kvasir_tiny.wedlm.network import MASK, WedlmShape, Windows  # noqa: E402
@@ -246,18 +245,6 @@ def test_a_run_lowers_both_losses_and_one_that_was_interrupted_ends_with_the_sam
     assert MaskWindow.of_config(_config(tmp_path / "parts")) == MaskWindow(
         MASK, 16, draws_next=True, left_to_right=True
     )
-
-
-@pytest.mark.long(10)
-def test_the_mean_of_two_files_of_weights_lies_between_them(tiny: Path, tmp_path: Path) -> None:
-    network.save(network.initial(SMALL, 2), SMALL, tmp_path)
-    parts = {tiny / "model.safetensors": 3.0, tmp_path / "model.safetensors": 1.0}
-    mean.write(tmp_path / "mean.safetensors", parts)
-    first, second, found = (tensor_files.load_file(file) for file in (*parts, tmp_path / "mean.safetensors"))
-    for name, array in found.items():
-        wanted = (0.75 * first[name].astype(np.float32) + 0.25 * second[name].astype(np.float32)).astype(array.dtype)
-        np.testing.assert_array_equal(array, wanted, name)
-    assert (found["model.embed_tokens.weight"] != first["model.embed_tokens.weight"]).any()
 
 
 def test_the_exam_has_long_summaries_and_takes_a_file_of_weights(tmp_path: Path) -> None:
