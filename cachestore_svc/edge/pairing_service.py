@@ -1,8 +1,8 @@
 """Pairing over gRPC, without TLS: the exchange seals its messages, and there is no certificate to trust yet."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,17 +48,26 @@ class PairingService(pairing_pb2_grpc.PairingServiceServicer):
 
     async def Pair(self, requests: AsyncIterator[pb.PairRequest], context: Any) -> None:
         said = _said(requests)
-        self._running += 1
         try:
-            if self._running > _MAX_ATTEMPTS_AT_ONCE:
-                text = "others are trying to pair: try again"
-                raise errors.ResourceExhausted(text, reason="TOO_MANY_CALLS", retry_after_s=5)
             async with asyncio.timeout(SILENCE_S):
-                await self._attempt(said, context)
+                # Read before anything is refused: a joiner whose call ends while it sends is not given its status by
+                # grpc.aio. A silent one takes no place.
+                share = _share(await said("share"))
+                with self._place():
+                    await self._attempt(share, said, context)
         except TimeoutError:
             await self._refuse(context, errors.DeadlineExceeded(f"pairing took longer than {SILENCE_S:g} s"))
         except errors.KvasirError as error:
             await self._refuse(context, error)
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        if self._running >= _MAX_ATTEMPTS_AT_ONCE:
+            text = "others are trying to pair: try again"
+            raise errors.ResourceExhausted(text, reason="TOO_MANY_CALLS", retry_after_s=5)
+        self._running += 1
+        try:
+            yield
         finally:
             self._running -= 1
 
@@ -66,9 +75,7 @@ class PairingService(pairing_pb2_grpc.PairingServiceServicer):
         self._side.refused(context.peer(), error)
         await abort(context, error)
 
-    async def _attempt(self, said: "_Said", context: Any) -> None:
-        # Read before the code is checked: a joiner whose call ends while it sends is not given its status by grpc.aio.
-        share = _share(await said("share"))
+    async def _attempt(self, share: bytes, said: "_Said", context: Any) -> None:
         run = self._side.begin()
         run.take_share(share)
         await context.write(pb.PairResponse(share=pb.PairingShare(protocol=PROTOCOL, spake2=run.share)))

@@ -5,7 +5,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,14 @@ import grpc
 import pytest
 from kvasir.cachestore.v1 import pairing_pb2 as pb
 from kvasir.cachestore.v1 import pairing_pb2_grpc
-from kvasir.errors import FailedPrecondition, InvalidArgument, KvasirError, PermissionDenied, Unavailable
+from kvasir.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    KvasirError,
+    PermissionDenied,
+    ResourceExhausted,
+    Unavailable,
+)
 from kvasir.status import from_rpc_error
 
 from cachestore_svc.edge.pairing_service import HostSide, join, listening
@@ -84,6 +91,31 @@ async def test_a_code_that_is_over_is_refused_after_the_joiners_first_message() 
         with pytest.raises(grpc.RpcError) as told:
             await call.read()
     assert host.refused == [from_rpc_error(told.value).reason] == ["PAIRING_OVER"]
+
+
+async def test_one_too_many_at_once_is_refused_after_its_first_message_and_silent_ones_take_no_place() -> None:
+    host = Host()
+    async with host.listening() as address, AsyncExitStack() as stack:
+
+        async def begun(*, speaks: bool = True) -> Any:
+            options = (("grpc.use_local_subchannel_pool", 1),)  # each from a machine of its own
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(address, options))
+            call = pairing_pb2_grpc.PairingServiceStub(channel).Pair()  # type: ignore[no-untyped-call]
+            await call.wait_for_connection()
+            if speaks:
+                await call.write(pb.PairRequest(share=pb.PairingShare(protocol=1, spake2=joining().share)))
+            return call
+
+        for _ in range(4):
+            await begun(speaks=False)
+        for call in [await begun() for _ in range(4)]:
+            assert (await call.read()).HasField("share")
+        late = await begun(speaks=False)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(late.code()), 0.1)
+        with pytest.raises(ResourceExhausted) as refused:
+            await join(address, joining(), card_of(JOINER, "joiner"))
+    assert host.refused[:1] == [refused.value.reason] == ["TOO_MANY_CALLS"]
 
 
 def test_where_nobody_waits_the_address_is_said_and_not_grpcs_own_words() -> None:
