@@ -19,6 +19,7 @@ from inference_svc.kv.batch.packed_pass import keep_graph as keep_packed_graph
 from inference_svc.kv.batch.short_pass import ShortPass, most_kept_tokens
 from inference_svc.kv.layout import PROBE_TOKENS, shown_layout
 from inference_svc.kv.model_hooks import attention_hook
+from inference_svc.kv.model_hooks.flat_steps import flatten_steps
 from inference_svc.kv.model_hooks.shared_angles import share_angles
 from inference_svc.kv.page import PAGE_TOKENS
 from inference_svc.kv.pages.pool import KvPool
@@ -60,6 +61,7 @@ class ModelRunner:
         attention_hook.install()
         if not self.is_on_gpu:
             share_angles(model)
+            flatten_steps(model)
         if known is not None:
             _take_probed(model, known)
         kernels = kernels or KernelChoice()

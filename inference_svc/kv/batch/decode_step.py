@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import accumulate, chain
 from typing import Any
 
 import mlx.core as mx
 
+from inference_svc.kv.batch.slot_arrays import SlotPlaces
 from inference_svc.kv.batch.window_attention import hidden_of
 from inference_svc.kv.host_numbers import HostNumbers
 from inference_svc.kv.page import PAGE_TOKENS, PageFormat
@@ -56,7 +57,7 @@ class GroupRows:
         self._pages = pages
         self._lengths = lengths
         self.shape = (rows, table_width(max(lengths, default=0) + 1))
-        self._columns: dict[RowPlaces, mx.array] = {}
+        self._units: dict[RowPlaces, tuple[mx.array, mx.array]] = {}
 
     @property
     def block_table(self) -> list[int]:
@@ -66,17 +67,15 @@ class GroupRows:
         empty = [0] * width * (rows - len(self.tables))
         return [*chain.from_iterable(padded[id(table)] for table in self.tables), *empty]
 
-    @cached_property
-    def pages(self) -> mx.array:
-        return mx.array(self._pages, dtype=mx.int32)
-
-    def columns(self, places: RowPlaces) -> mx.array:
-        """Where in its page the units of each new row go, [rows, units]. Made once for equal layers."""
-        if places not in self._columns:
+    def units(self, places: RowPlaces) -> tuple[mx.array, mx.array]:
+        """By unit of each new row its page, and its column there, [rows, units]. Made once for equal layers."""
+        if places not in self._units:
             first, step = places.columns
             rows = mx.array([length % PAGE_TOKENS for length in self._lengths], dtype=mx.int32)
-            self._columns[places] = first[None] + step[None] * rows[:, None]
-        return self._columns[places]
+            columns = first[None] + step[None] * rows[:, None]
+            pages = mx.array(self._pages, dtype=mx.int32)[:, None]
+            self._units[places] = mx.broadcast_to(pages, columns.shape), columns
+        return self._units[places]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +111,7 @@ class DecodeStep:
     stored: tuple[int, ...] | None = None
     positions: tuple[int, ...] | None = None
     alone: tuple[int, ...] = ()
+    kept_places: dict[int, SlotPlaces] = field(default_factory=dict, compare=False)  # of `places_of`
 
     @classmethod
     def of(
@@ -249,6 +249,14 @@ def prepare_rows(pool: KvPool, rows: int, tokens: int, of_each: int = 1) -> None
 def padded_lengths(step: DecodeStep) -> list[int]:
     """`DecodeStep.seen`, as numbers."""
     return [*step.lengths, *[-1] * (step.rows - len(step.lengths))]
+
+
+def places_of(step: DecodeStep, window: int) -> SlotPlaces:
+    """Where in a decoded copy, of so many rows at most if that is not 0, each row goes."""
+    if window not in step.kept_places:
+        places = [length % window for length in step.lengths] if window else step.lengths
+        step.kept_places[window] = SlotPlaces(places)
+    return step.kept_places[window]
 
 
 @contextmanager

@@ -5,7 +5,7 @@ depends on its position alone, so a sequence's rows are summed in the same order
 
 import mlx.core as mx
 
-from inference_svc.kv.batch.decode_step import DecodeStep, RowPlaces
+from inference_svc.kv.batch.decode_step import DecodeStep, RowPlaces, places_of
 from inference_svc.kv.batch.drafted_attention import attend_by_slot
 from inference_svc.kv.batch.slot_arrays import SlotArrays
 from inference_svc.kv.batch.window_attention import attend_window, seen_rows, sums_windows_alike
@@ -92,7 +92,7 @@ class DecodedLayer:
             if not self._is_decoded[slot]:
                 self._fill(slot, keys.dtype, values.dtype)
                 self._is_decoded[slot] = True
-        self._decoded.put_each([self._place(length) for length in self._now.lengths], new, self._row_slots)
+        self._decoded.put_each(places_of(self._now, self._window), new, self._row_slots)
         read_keys, read_values = self._split(self._decoded.read(slots, width, self._row_slots))
         if self._now.stored is not None or not self._now.has_one_row_each:
             whole = self._decoded.read(slots, self._decoded.capacity)  # a window's sums may go over a few rows more
@@ -206,7 +206,7 @@ class DecodedLayer:
             return
         count, group = rows[0].shape[0], self._now.groups[self._group]
         units = mx.concatenate([part.view(UNIT).reshape(count, -1) for part in rows], axis=1)
-        self._pool.write_rows(self._layer, group.pages, group.columns(self._places), units)
+        self._pool.write_rows(self._layer, *group.units(self._places), units)
 
     def _seen_by_others(self, rows: EncodedRows, keys: mx.array, values: mx.array) -> EncodedRows:
         """New rows as the decoded copy holds them: as they are stored, or exact if they are not."""

@@ -1,12 +1,34 @@
 """Arrays that several sequences share, one slot each; who joins or leaves moves its own slot and the last one."""
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import mlx.core as mx
 
 from inference_svc.kv.codec import EncodedRows
 
 _STEP_ROWS = 256
+
+
+class SlotPlaces:
+    """Where in its slot each new row of a step goes. Equal layers share one, whose arrays are made once."""
+
+    def __init__(self, positions: Sequence[int]) -> None:
+        self._positions = positions
+        self._wide: dict[tuple[int, ...], mx.array] = {}
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    @cached_property
+    def index(self) -> mx.array:
+        return mx.array(list(self._positions))
+
+    def like(self, shape: tuple[int, ...]) -> mx.array:
+        """By value of rows [n, heads, 1, …]."""
+        if shape not in self._wide:
+            self._wide[shape] = mx.broadcast_to(self.index[:, None, None, None], shape)
+        return self._wide[shape]
 
 
 class SlotArrays:
@@ -47,19 +69,18 @@ class SlotArrays:
         for array in self.arrays:
             array[slot : slot + 1] = 0
 
-    def put_each(self, positions: Sequence[int], rows: EncodedRows, slots: mx.array | None = None) -> None:
-        """Write rows [n, heads, 1, …], each at its position of its slot in `slots`; None: of the first n slots."""
-        count = len(positions)
+    def put_each(self, places: SlotPlaces, rows: EncodedRows, slots: mx.array | None = None) -> None:
+        """Write rows [n, heads, 1, …], each at its place of its slot in `slots`; None: of the first n slots."""
+        count = len(places)
         if slots is None and count == self.slots:
-            index = mx.array(list(positions))[:, None, None, None]
             self.arrays = tuple(
-                mx.put_along_axis(array, mx.broadcast_to(index, new.shape), new, axis=2)
+                mx.put_along_axis(array, places.like(new.shape), new, axis=2)
                 for array, new in zip(self.arrays, rows, strict=True)
             )
             return
-        slots, index = mx.arange(count) if slots is None else slots, mx.array(list(positions))
+        slots = mx.arange(count) if slots is None else slots
         for array, new in zip(self.arrays, rows, strict=True):
-            array[slots, :, index] = new[:, :, 0]
+            array[slots, :, places.index] = new[:, :, 0]
 
     def read(self, slots: int, rows: int, chosen: mx.array | None = None) -> EncodedRows:
         """The first rows of the first slots, or of those `chosen` among them."""

@@ -73,7 +73,7 @@ def join_steps(model: Module, *, whole: bool = False, attends: bool = False) -> 
                 if (last := _products(module[half], name)) is not None:
                     last.keeps_last = True
             module.__class__ = with_call(kind, _block_call)
-        elif _source(kind) in _ATTENTIONS and attention_hook.is_hooked(sys.modules[kind.__module__]):
+        elif is_attention(kind):
             if attends and (step := step_attention_of(module, shared)) is not None:
                 module.step = step
             module.__class__ = with_call(kind, _attention_call)
@@ -146,6 +146,11 @@ def _products(module: Any, name: str) -> Any:
 def is_swiglu(kind: Any) -> bool:
     """Whether a class's call is mlx-lm's SwiGLU between three projections."""
     return _source(kind) in _MLPS and getattr(sys.modules[kind.__module__], "swiglu", None) is activations.swiglu
+
+
+def is_attention(kind: Any) -> bool:
+    """Whether a class's call is one of mlx-lm's attentions whose hook is ours."""
+    return _source(kind) in _ATTENTIONS and attention_hook.is_hooked(sys.modules[kind.__module__])
 
 
 @cache

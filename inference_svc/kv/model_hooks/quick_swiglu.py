@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models import activations
 
+from inference_svc.kv.model_hooks.constants import constant
 from inference_svc.kv.model_hooks.joined_steps import is_swiglu, with_call
 
 
@@ -21,6 +22,10 @@ def take_quick_swiglu(model: Module) -> None:
             module.__class__ = with_call(kind, _call)
 
 
+def is_quick(kind: Any) -> bool:
+    return kind.__call__ is _call
+
+
 def _call(self: Any, x: mx.array) -> mx.array:
     return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
 
@@ -30,4 +35,5 @@ def swiglu(x: mx.array, up: mx.array) -> mx.array:
     if x.dtype != mx.float32:
         found: mx.array = activations.swiglu(x, up)
         return found
-    return x * (up / (1 + mx.power(2.0, x * -math.log2(math.e))))
+    one, two, share = (constant(value, x.shape) for value in (1.0, 2.0, -math.log2(math.e)))
+    return x * (up / (one + mx.power(two, x * share)))

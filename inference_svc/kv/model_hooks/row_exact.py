@@ -5,7 +5,6 @@ changes no code of its KV.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +13,7 @@ from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 
 _MIN_ROWS = 4
+_KEPT = "_turned"  # no parameter, as MLX knows by the underscore
 # Block sizes seen in kernels, 1 for none; and pairs (length of one sum, length of the longest) that tell them apart.
 _STEPS = (1, 192, 256, 320, 384, 512, 768)
 _TRIALS = ((190, 1500), (280, 1500), (390, 3000), (430, 900), (500, 2300), (570, 1100), (690, 1400), (1200, 2900))
@@ -25,14 +25,22 @@ _FINE = 32
 _SHARES = (1, 2, 8)  # heads of queries for each of keys
 
 
-class _RowExactLinear(Linear):
+class RowExactLinear(Linear):
     def __call__(self, x: mx.array) -> mx.array:
-        return _row_exact(super().__call__, x)
+        if x.size // x.shape[-1] >= _MIN_ROWS:
+            return self.rows(x)
+        return unpadded(self.rows(padded(x)), x)
+
+    def rows(self, x: mx.array) -> mx.array:
+        """The product of x [..., depth], of four rows or more."""
+        return mx.addmm(self["bias"], x, _turned(self)) if "bias" in self else x @ _turned(self)
 
 
 class _RowExactEmbedding(Embedding):
     def as_linear(self, x: mx.array) -> mx.array:
-        return _row_exact(super().as_linear, x)
+        if x.size // x.shape[-1] >= _MIN_ROWS:
+            return x @ _turned(self)
+        return unpadded(padded(x) @ _turned(self), x)
 
 
 def make_row_exact(model: Module) -> None:
@@ -40,21 +48,36 @@ def make_row_exact(model: Module) -> None:
     modules: Any = model
     for module in modules.modules():
         if type(module) is Linear:
-            module.__class__ = _RowExactLinear
+            module.__class__ = RowExactLinear
         elif type(module) is Embedding:
             module.__class__ = _RowExactEmbedding
 
 
-def _row_exact(product: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
+def padded(x: mx.array) -> mx.array:
+    """The rows of x [..., depth] as a matrix of four or more: of fewer, the first one comes again."""
     rows = x.size // x.shape[-1]
-    if rows >= _MIN_ROWS:
-        return product(x)
     flat = x.reshape(rows, -1)
+    if rows >= _MIN_ROWS:
+        return flat
     if rows == 1:
-        padded = mx.broadcast_to(flat, (_MIN_ROWS, flat.shape[1]))
-    else:
-        padded = mx.concatenate([flat, *[flat[:1]] * (_MIN_ROWS - rows)])
-    return product(padded)[:rows].reshape(*x.shape[:-1], -1)
+        return mx.broadcast_to(flat, (_MIN_ROWS, flat.shape[1]))
+    return mx.concatenate([flat, *[flat[:1]] * (_MIN_ROWS - rows)])
+
+
+def unpadded(product: mx.array, x: mx.array) -> mx.array:
+    """A product of `padded(x)`, with the dimensions of x."""
+    rows = x.size // x.shape[-1]
+    return (product if rows >= _MIN_ROWS else product[:rows]).reshape(*x.shape[:-1], -1)
+
+
+def _turned(module: Any) -> mx.array:
+    """The module's weight, transposed: the same bytes, kept, because each product would have a node for it."""
+    weight, kept = module["weight"], module.get(_KEPT)
+    if kept is None or kept[0] is not weight:
+        kept = module[_KEPT] = weight, weight.T
+        mx.eval(kept[1])
+    turned: mx.array = kept[1]
+    return turned
 
 
 def attention_width(rows: int) -> int:

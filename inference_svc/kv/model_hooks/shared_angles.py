@@ -40,21 +40,32 @@ class _StepAngles:
         self._frequencies = mx.exp(mx.arange(0, -half, -1, dtype=mx.float32) * mx.array(exponent, dtype=mx.float32))
         mx.eval(self._frequencies)
         self._offsets: mx.array | None = None
-        self._pair: Pair | None = None
+        self._angles: Pair = (self._scale, self._scale)  # of these offsets
+        self._pairs: dict[tuple[int, ...], Pair] = {}  # the same, by the shape that is rotated
         probe, offsets = mx.linspace(-2.0, 3.0, 3 * dims).reshape(3, 1, 1, dims), mx.array([1, 77, 70_001])
         expected = mx.fast.rope(probe, dims, traditional=False, base=base, scale=scale, offset=offsets)
         self.are_exact = dims % 2 == 0 and bool(mx.array_equal(self.rotated(probe, offsets), expected).item())
 
     def rotated(self, x: mx.array, offsets: mx.array) -> mx.array:
         """x [slots, heads, 1, dims or more] at positions [slots]."""
-        if offsets is not self._offsets or self._pair is None:
-            positions = (mx.arange(1, dtype=mx.float32) + offsets[:, None, None]) * self._scale
-            angles = positions[..., None] * self._frequencies
-            self._offsets, self._pair = offsets, (mx.cos(angles), mx.sin(angles))
-        cosines, sines = self._pair
-        left, right = x[..., : self._dims // 2], x[..., self._dims // 2 : self._dims]
-        parts = [left * cosines - right * sines, left * sines + right * cosines]
-        return mx.concatenate(parts if self._dims == x.shape[-1] else [*parts, x[..., self._dims :]], axis=-1)
+        half, shape = self._dims // 2, (*x.shape[:3], self._dims)
+        if offsets is not self._offsets:
+            self._offsets, self._angles, self._pairs = offsets, self._pair(offsets), {}
+        if shape not in self._pairs:
+            cosines, sines = self._angles
+            self._pairs[shape] = mx.broadcast_to(cosines, shape), mx.broadcast_to(sines, shape)
+        cosines, sines = self._pairs[shape]
+        turned = x if self._dims == x.shape[-1] else x[..., : self._dims]
+        other = mx.concatenate([x[..., half : self._dims], x[..., :half]], axis=-1)
+        turned = turned * cosines + other * sines
+        return turned if self._dims == x.shape[-1] else mx.concatenate([turned, x[..., self._dims :]], axis=-1)
+
+    def _pair(self, offsets: mx.array) -> Pair:
+        """Cosines, and sines, of which those of the left half are negative: to subtract is to add so."""
+        positions = (mx.arange(1, dtype=mx.float32) + offsets[:, None, None]) * self._scale
+        angles = positions[..., None] * self._frequencies
+        cosines, sines = mx.cos(angles), mx.sin(angles)
+        return mx.concatenate([cosines, cosines], axis=-1), mx.concatenate([-sines, sines], axis=-1)
 
 
 class _SharedRoPE(RoPE):

@@ -203,8 +203,8 @@ class KvPool:
         return self._places
 
     def write_rows(self, layer: int, pages: mx.array, columns: mx.array, rows: mx.array) -> None:
-        """Write a row of one layer in each of the pages [n], which must be private: units [n, m] at columns [n, m]."""
-        self.arrays[self.slot_of(layer)][pages[:, None], columns] = rows
+        """Write units [n, m] of one layer's rows at columns [n, m] of pages [n, m] or [n, 1], which must be private."""
+        self.arrays[self.slot_of(layer)][pages, columns] = rows
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy pages in all arrays; the targets must be private."""

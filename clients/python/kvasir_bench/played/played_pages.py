@@ -66,7 +66,7 @@ class PlayedPages:
         content = self._salt[words] ^ np.array(links, dtype=np.uint32)[:, None]
         kept = self._kept[words]
         columns = mx.array(np.stack([2 * words, 2 * words + 1], axis=2).reshape(len(words), -1).astype(np.int32))
-        targets = mx.array(list(pages), dtype=mx.int32)
+        targets = mx.array(list(pages), dtype=mx.int32)[:, None]
         for layer, salt in enumerate(self._layer_salts):
             self._pool.write_rows(layer, targets, columns, mx.array(((content ^ salt) & kept).view(np.uint16)))
         mx.eval(self._pool.arrays)
