@@ -71,6 +71,7 @@ KV_FN void kv_products_begun() {
 template <int PENDING>
 KV_FN void kv_products_done() {
   fibers::delay(false);
+  kv_next_products();  // none may have begun
   auto& groups = kv_groups_begun[fibers::current];
   while (groups.size() > PENDING) {
     for (auto& product : groups.front()) product();

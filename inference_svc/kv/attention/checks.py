@@ -16,6 +16,7 @@ from inference_svc.kv.attention.reference import LayerPages, Scoring, reference_
 from inference_svc.kv.codec import SCALE_TYPES, Codec, EncodedRows, ExactCodec, QuantizedCodec, RotatedCodec
 from inference_svc.kv.model_hooks import step_attention_check, whole_layer_check
 from inference_svc.kv.model_hooks.few_rows import few_rows
+from inference_svc.kv.model_hooks.wide_rows import wide_rows
 from inference_svc.kv.page import PAGE_TOKENS, PageFormat, RowFormat
 from inference_svc.kv.pages.page_rows import UNIT, pages_of_rows
 
@@ -25,6 +26,9 @@ _TOKENS = 2 * PAGE_TOKENS
 _NEW = range(PAGE_TOKENS - 3, PAGE_TOKENS + 3)  # new rows, on both sides of a block's border
 _WINDOW = 100
 _SHARE = 2  # query heads of each kv head
+# Outputs, inputs, and whether they are gates: blocks of fourteen times 16 of them, and of two.
+_WIDE_CASES = (14_000, 512, True), (4100, 1024, False)
+_WIDE_ROWS = 40
 _TILED = (12, 40)  # queries of a head whose rows tiles serve
 # Sums are rounded in another order than the reference's, and in 16 bits.
 _TOLERANCE = 0.03
@@ -82,6 +86,40 @@ def why_wrong_joined() -> str:
                 yield "gated products differ from the reference"
 
     return _first(differences)
+
+
+def why_wrong_wide() -> str:
+    """Why Hopper's own products must not serve more rows in few_rows' place: called where that is right. Rows have the
+    same bits beside fewer others.
+    """
+
+    def differences() -> Iterator[str]:
+        for width, depth, is_gated in _WIDE_CASES:
+            x, w = (
+                mx.random.normal((rows, depth), mx.bfloat16, scale=depth**-0.25, key=mx.random.key(rows))
+                for rows in (_WIDE_ROWS, 2 * width if is_gated else width)
+            )
+            x, matrices = x[None], list(w.reshape(-1, width, depth))
+            added = None if is_gated else mx.broadcast_to(x[..., :1], (1, _WIDE_ROWS, width))
+            (right,) = few_rows(
+                x[:, :32], [(each,) for each in matrices], is_gated=is_gated, added=_first_rows(added, 32)
+            )
+            made, fewer = (
+                wide_rows(x[:, :rows], matrices, [(1, rows, width)], is_gated=is_gated, added=_first_rows(added, rows))[
+                    0
+                ]
+                for rows in (_WIDE_ROWS, _WIDE_ROWS - 1)
+            )
+            if not mx.allclose(made[:, :32].astype(mx.float32), right.astype(mx.float32), rtol=0.02, atol=2e-3).item():
+                yield "wide products differ from the others"
+            if not mx.array_equal(made[:, :-1], fewer).item():
+                yield "a row's wide products depend on the rows beside it"
+
+    return _first(differences)
+
+
+def _first_rows(added: mx.array | None, rows: int) -> mx.array | None:
+    return None if added is None else added[:, :rows]
 
 
 def why_wrong_layers(*, is_packed: bool) -> str:

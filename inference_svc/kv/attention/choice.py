@@ -19,12 +19,15 @@ from inference_svc.kv.attention.checks import (
     why_wrong_products,
     why_wrong_steps,
     why_wrong_tiles,
+    why_wrong_wide,
     why_wrong_windows,
 )
 from inference_svc.kv.attention.fused import TYPE_NAMES
 from inference_svc.kv.attention.geometry import has_tiles, why_not
+from inference_svc.kv.attention.hopper import is_hopper
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.codec import layer_codecs
+from inference_svc.kv.model_hooks import wide_rows
 from inference_svc.kv.page import PageFormat
 from inference_svc.kv.pages.groups import groups_of
 from inference_svc.kv.policy import Rung, policy_of
@@ -105,6 +108,8 @@ class KernelChoice:
         """Whether the kernel of few rows computes the model's products: on CUDA, where it is right."""
         if self._dialect is Dialect.CUDA:
             self._has_few_rows = not self._recorded("products of few rows", why_wrong_products)
+        if self._has_few_rows and is_hopper():
+            wide_rows.allow(is_right=not self._recorded("wide products", why_wrong_wide, _FEW_ROWS))
         return self._has_few_rows
 
     def joins_steps(self) -> bool:

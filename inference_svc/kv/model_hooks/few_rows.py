@@ -18,6 +18,7 @@ from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
 from inference_svc.kv.attention.fused import COMPILERS, compiled
 from inference_svc.kv.attention.geometry import LANES
 from inference_svc.kv.attention.kernels import Dialect, few_rows_source
+from inference_svc.kv.model_hooks.wide_rows import serve, wide_rows
 
 MAX_ROWS = 64
 _LEAST_DEPTH = 128  # MLX 0.32's CUDA product of several rows with packed matrices of fewer inputs is wrong
@@ -68,11 +69,14 @@ def few_rows(
     shape, widths, is_packed = x.shape[:-1], [each[0].shape[0] for each in matrices], len(matrices[0]) > 1
     x = x if x.ndim == 3 else x.reshape(1, -1, x.shape[-1])
     rows, depth = x.shape[0] * x.shape[1], x.shape[2]
+    results = widths[:1] if is_gated else widths
+    shapes = [(*shape, width) for width in results] if not heads else _in_heads(shape[0], results, heads)
+    if not is_packed and serve(rows, depth, results, is_gated=is_gated):
+        return wide_rows(x, [each[0] for each in matrices], shapes, is_gated=is_gated, added=added)
     groups = matrices[0][1].shape[1] if is_packed else 0
     warps = _warps(groups, sum(widths))
     tiles, height, stages = _block_shape(rows, widths, groups, warps, least=2 if is_gated else 1)
     source = few_rows_source(len(matrices), is_packed=is_packed, is_gated=is_gated, adds=added is not None)
-    results = widths[:1] if is_gated else widths
     return compiled(COMPILERS[Dialect.CUDA], source, _shared_bytes(tiles, height, stages, groups, warps))(
         inputs=[x, *(part for each in matrices for part in each), *(() if added is None else (added,))],
         template=[
@@ -89,8 +93,8 @@ def few_rows(
         ],
         grid=(_blocks(results, height / 2 if is_gated else height) * warps * LANES, 1, 1),
         threadgroup=(warps * LANES, 1, 1),
-        output_shapes=[(*shape, width) for width in results] if not heads else _in_heads(shape[0], results, heads),
-        output_dtypes=[x.dtype] * len(results),
+        output_shapes=shapes,
+        output_dtypes=[x.dtype] * len(shapes),
     )
 
 

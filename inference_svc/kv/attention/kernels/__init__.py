@@ -143,6 +143,18 @@ def few_rows_source(count: int, *, is_packed: bool, is_gated: bool = False, adds
     """Products of a few rows with `count` matrices, each one array, or its codes, scales and biases; of CUDA alone.
     `is_gated`: the first of two opens for the second, one result. `adds`: the result of one gets rows added.
     """
+    return _products_source("few_rows", (count, is_packed, is_gated, adds))
+
+
+@cache
+def wide_rows_source(count: int, *, is_gated: bool, adds: bool) -> KernelSource:
+    """As `few_rows_source`, of more rows and matrices that are not packed, by instructions that only Hopper has."""
+    return _products_source("wide_rows", (count, False, is_gated, adds), (HOPPER_INSTRUCTIONS, "wide_rows.h"))
+
+
+def _products_source(name: str, kind: tuple[int, bool, bool, bool], parts: tuple[str, ...] = ()) -> KernelSource:
+    """`kind`: as `few_rows_source` has it."""
+    count, is_packed, is_gated, adds = kind
     numbers, kinds = range(count), ("w", "scales", "biases") if is_packed else ("w",)
     outputs = ("y0",) if is_gated else tuple(f"y{i}" for i in numbers)
 
@@ -159,8 +171,8 @@ def few_rows_source(count: int, *, is_packed: bool, is_gated: bool = False, adds
     )
     lists += "" if adds else "const T* const added = nullptr;\n"
     inputs = ("x", *(f"{kind}{i}" for i in numbers for kind in kinds), *(("added",) if adds else ()))
-    header = _header(Dialect.CUDA, CUDA_INSTRUCTIONS, "few_rows.h")
-    return _source(Dialect.CUDA, "few_rows", header, inputs, outputs, lists=lists)
+    header = _header(Dialect.CUDA, CUDA_INSTRUCTIONS, "few_rows.h", *parts)
+    return _source(Dialect.CUDA, name, header, inputs, outputs, lists=lists)
 
 
 @cache

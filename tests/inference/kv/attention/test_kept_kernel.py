@@ -20,6 +20,7 @@ from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.nvrtc import CompileError
 from inference_svc.kv.attention.reference import LayerPages
 from inference_svc.kv.model_hooks.few_rows import few_rows
+from inference_svc.kv.model_hooks.wide_rows import wide_rows
 from tests.inference.kv.attention.scenes import BF16, FP16, Scene, page_format
 
 FORMATS = {
@@ -34,7 +35,7 @@ FORMATS = {
 QUERY_TYPES = mx.float32, mx.float16, mx.bfloat16
 ZERO, UNITS = mx.zeros(1, mx.int32), mx.zeros((1, 8), mx.uint16)
 PAGES = LayerPages(UNITS, FORMATS["q4"], ZERO[None])
-KINDS = {"trial", "split", "tiles", "reduce", "gather", "store", "few_rows", "address", "warpgroups"}
+KINDS = {"trial", "split", "tiles", "reduce", "gather", "store", "few_rows", "address", "warpgroups", "wide_rows"}
 BOUNDS = "__launch_bounds__"
 needs_libstdcxx = pytest.mark.skipif(kept_kernel._std_hash() is None, reason="a Mac has another C++ library")
 KIND = re.compile(r"\bkv_([a-z_]+?)(?:_[0-9a-f]{12})+")
@@ -253,6 +254,10 @@ def launch_all() -> None:
         gathered_values(replace(PAGES, format=form), 0, 3, ZERO, dtype, Dialect.CUDA)
     for rows, count, dtype in product((8, 16, 32, 64), (1, 2, 3), (mx.float16, mx.bfloat16)):
         few_rows(mx.zeros((1, rows, 64), dtype), [(mx.zeros((4300, 64), dtype),)] * count)
+    for count, dtype in product((1, 2, 3), (mx.float16, mx.bfloat16)):
+        x, added = mx.zeros((1, 33, 64), dtype), mx.zeros((1, 33, 4300), dtype) if count == 1 else None
+        shapes = [(1, 33, 4300)] * (3 if count == 3 else 1)
+        wide_rows(x, [mx.zeros((4300, 64), dtype)] * count, shapes, is_gated=count == 2, added=added)
     store_pages(UNITS, ZERO, UNITS, ZERO, range(8), Dialect.CUDA)
     host_copy.device_address(UNITS)
 
@@ -260,7 +265,11 @@ def launch_all() -> None:
 def test_every_program_is_whole_in_itself_and_nvrtc_compiles_it(device: Device) -> None:
     """Each text is read; NVRTC, where it is found, compiles the first of each kind and one of twenty others."""
     launch_all()
-    kinds = ["warpgroups" if BOUNDS in text else KIND.findall(text)[-1] for text in device.texts]
+    kinds = [KIND.findall(text)[-1] for text in device.texts]
+    kinds = [
+        "warpgroups" if kind == "tiles" and BOUNDS in text else kind
+        for kind, text in zip(kinds, device.texts, strict=True)
+    ]
     assert set(kinds) == KINDS
     for text in device.texts:
         for word in ("#include", "cg::", "std::", "_shape[", "_strides", "_ndim"):
@@ -268,7 +277,7 @@ def test_every_program_is_whole_in_itself_and_nvrtc_compiles_it(device: Device) 
     if nvrtc._library() is None:
         return
     for number in {kinds.index(kind) for kind in KINDS} | set(range(0, len(kinds), 20)):
-        for target in ("sm_90a",) if kinds[number] == "warpgroups" else TARGETS:
+        for target in ("sm_90a",) if BOUNDS in device.texts[number] else TARGETS:
             options = f"--gpu-architecture={target}", "--std=c++17"
             assert nvrtc.compiled_program(device.texts[number], options, None).startswith(b"\x7fELF")
 

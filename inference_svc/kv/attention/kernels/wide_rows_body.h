@@ -1,0 +1,67 @@
+// A block makes 16 * HEIGHT outputs, of one of COUNT matrices, or half of them of a gate and half of what it opens for. Four
+// warps multiply 64 of them; what lies behind the last ones' rows is multiplied, too, and is no result.
+constexpr int OUTPUTS = 16 * HEIGHT, PART = IS_GATED ? OUTPUTS / 2 : OUTPUTS, THREADS = (HEIGHT + 3) / 4 * 128, ROWS = 64;
+constexpr int STAGE = (OUTPUTS + ROWS) * KV_CHUNK, PIECES = (OUTPUTS + ROWS) * 8, EACH = (PIECES + THREADS - 1) / THREADS;
+const int depth = x_shape[2], rows = x_shape[0] * x_shape[1], thread = kv_warp * 32 + kv_lane;
+kv_u16* const unaligned = (kv_u16*)kv_shared;
+kv_u16* const ring = unaligned + (1024 - kv_shared_address(unaligned) % 1024) % 1024 / 2;
+int first = kv_block_x * PART, width = widths[0];
+const kv_u16* parts[2] = {matrices[0], matrices[COUNT - 1]};
+T* y = results[0];
+KV_UNROLL for (int i = 1; i < COUNT && !IS_GATED; ++i) {
+  if (first < width) break;
+  first -= (width + PART - 1) / PART * PART;
+  width = widths[i];
+  parts[0] = matrices[i];
+  y = results[i];
+}
+const kv_u16* from[EACH];
+bool is_read[EACH];
+KV_UNROLL for (int i = 0; i < EACH; ++i) {
+  const int row = i * (THREADS / 8) + thread / 8, output = first + (IS_GATED ? row / 16 * 8 + row % 8 : row);
+  if (row < OUTPUTS) {
+    is_read[i] = output < width;
+    from[i] = (IS_GATED && row / 8 % 2 ? parts[1] : parts[0]) + (is_read[i] ? long(output) * depth : 0) + thread % 8 * 8;
+  } else {
+    is_read[i] = row - OUTPUTS < rows;
+    from[i] = (const kv_u16*)x + (is_read[i] ? long(row - OUTPUTS) * depth : 0) + thread % 8 * 8;
+  }
+}
+const int chunks = depth / KV_CHUNK, place = kv_piece_of(thread / 8, thread % 8);
+int begun = 0;
+auto begin = [&](int number) {
+  if (number < chunks) {
+    KV_UNROLL for (int i = 0; i < EACH; ++i)
+      if (i * THREADS + thread < PIECES) kv_copy16(ring + begun * STAGE + place + i * THREADS * 8, from[i] + number * KV_CHUNK, is_read[i]);
+    if (++begun == STAGES) begun = 0;
+  }
+  kv_copies_begun();
+};
+float sum[32];
+KV_UNROLL for (int i = 0; i < 32; ++i) sum[i] = 0;
+KV_UNROLL for (int number = 0; number < STAGES - 1; ++number) begin(number);
+int used = 0;
+KV_ROLLED for (int number = 0; number < chunks; ++number) {
+  kv_copies_done<STAGES - 2>();
+  kv_written_for_products();
+  kv_products_done<0>();
+  kv_group_barrier();
+  begin(number + STAGES - 1);
+  kv_products_own(sum);
+  kv_products_fence();
+  const kv_u64 w = kv_matrix(ring + used * STAGE + kv_warp / 4 * 64 * KV_CHUNK, 8192), own_x = kv_matrix(ring + used * STAGE + OUTPUTS * KV_CHUNK, 8192);
+  KV_UNROLL for (int k = 0; k < 4; ++k) kv_scores_begin<IS_BFLOAT, true>(sum, kv_matrix_from(w, k * 32), kv_matrix_from(own_x, k * 32));
+  kv_products_begun();
+  if (++used == STAGES) used = 0;
+}
+kv_products_done<0>();
+kv_products_own(sum);
+const int g = kv_lane / 4, t = kv_lane % 4, unit = kv_warp * 16;
+KV_UNROLL for (int n = 0; n < 8; ++n) KV_UNROLL for (int j = 0; j < (IS_GATED ? 2 : 4); ++j) {
+  const int row = n * 8 + 2 * t + j % 2, output = first + (IS_GATED ? unit / 2 : unit + j / 2 * 8) + g;
+  if (row >= rows || unit >= OUTPUTS || output >= width) continue;
+  float one = float(T(sum[n * 4 + j]));
+  const long at = long(row) * width + output;
+  if (IS_GATED) one = one / (1 + kv_exp2(one * -KV_LOG2_E)) * float(T(sum[n * 4 + 2 + j]));
+  y[at] = T(ADDS ? one + float(added[at]) : one);
+}

@@ -1,0 +1,159 @@
+"""Products of more rows by Hopper's own products, emulated, beside few_rows' kernel."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from structlog.testing import capture_logs
+
+from inference_svc.kv.attention import checks, choice, hopper
+from inference_svc.kv.attention.choice import KernelChoice
+from inference_svc.kv.attention.fused import COMPILERS
+from inference_svc.kv.attention.kernels import Dialect
+from inference_svc.kv.model_hooks import few_rows as few
+from inference_svc.kv.model_hooks import wide_rows as module
+from inference_svc.kv.model_hooks.few_rows import few_rows
+from inference_svc.kv.model_hooks.wide_rows import wide_rows
+from tests.emulation.emulator import cuda_emulator
+from tests.inference.kv.attention.emulators import needs_compiler
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_serving", [False])
+    if not hopper.is_hopper():
+        monkeypatch.setitem(COMPILERS, Dialect.CUDA, cuda_emulator)
+
+
+@needs_compiler
+@pytest.mark.long(8)
+@pytest.mark.parametrize(
+    ("blocks", "widths", "depth", "rows", "dtype", "kind"),
+    [
+        (5, (150, 64, 7), 192, 40, mx.bfloat16, ""),
+        (4, (90, 90), 320, 64, mx.bfloat16, "gated"),
+        (3, (100,), 64, 33, mx.float16, "added"),
+    ],
+)
+def test_products_are_near_and_a_row_has_the_same_bits_beside_any_others(
+    blocks: int,
+    widths: Sequence[int],
+    depth: int,
+    rows: int,
+    dtype: mx.Dtype,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Blocks make 16 to 80 outputs, the last one of each matrix fewer."""
+    monkeypatch.setattr(module, "_BLOCKS", blocks)
+    module._shape.cache_clear()
+    mx.random.seed(3)
+    matrices = [mx.random.normal((width, depth)).astype(dtype) for width in widths]
+    x = mx.random.normal((1, rows, depth)).astype(dtype)
+    added = mx.random.normal((1, rows, widths[0])).astype(dtype) if kind == "added" else None
+    is_gated = kind == "gated"
+
+    def made(first: int) -> list[mx.array]:
+        shapes = [(1, rows - first, width) for width in widths[: 1 if is_gated else None]]
+        more = None if added is None else added[:, first:]
+        return wide_rows(x[:, first:], matrices, shapes, is_gated=is_gated, added=more)
+
+    right = few_rows(x, [(each,) for each in matrices], is_gated=is_gated, added=added)
+    for one, fewer, other in zip(made(0), made(rows // 2), right, strict=True):
+        assert mx.allclose(one.astype(mx.float32), other.astype(mx.float32), rtol=0.02, atol=0.01)
+        assert mx.array_equal(one[:, rows // 2 :], fewer)
+    module._shape.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("widths", "outputs", "blocks", "height"),
+    [
+        ((14_336,), 8, 128, 14),
+        ((4096, 1024, 1024), 16, 130, 3),
+        ((4096,), 16, 128, 2),
+        ((128_256,), 16, 501, 16),
+        ((100,), 16, 7, 1),
+    ],
+)
+def test_multiprocessors_have_the_same_work(widths: tuple[int, ...], outputs: int, blocks: int, height: int) -> None:
+    assert module._shape(widths, outputs) == (blocks, height)
+
+
+def noted(launched: list[str]) -> Any:
+    def compiled(_compiler: object, source: Any, shared_bytes: int) -> Any:
+        assert shared_bytes <= 227 << 10
+
+        def launch(*, output_shapes: Any, output_dtypes: Any, **_: Any) -> list[mx.array]:
+            launched.append(source.name.split("_")[1])
+            return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
+
+        return launch
+
+    return compiled
+
+
+def test_it_serves_from_33_to_64_rows_of_16_bits_where_a_check_found_it_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = list[str]()
+    for each in (module, few):
+        monkeypatch.setattr(each, "compiled", noted(launched))
+
+    def launches(rows: int, depth: int = 256, width: int = 2880, *, is_packed: bool = False) -> str:
+        launched.clear()
+        w = mx.zeros((width, depth), mx.bfloat16)
+        matrix: few.Matrix = tuple(mx.quantize(w, 64, 4)) if is_packed else (w,)
+        made = few_rows(mx.zeros((rows, 1, depth), mx.bfloat16), [matrix] * 2, heads=(2, 4))
+        assert [each.shape for each in made] == [(rows, 2, 1, width // 2), (rows, 4, 1, width // 4)]
+        few_rows(mx.zeros((rows, 1, depth), mx.bfloat16), [matrix] * 2, is_gated=True)
+        return " ".join(launched)
+
+    assert launches(64) == "few few"
+    module.allow(is_right=True)
+    assert [launches(rows) for rows in (32, 33, 64)] == ["few few", "wide wide", "wide wide"]
+    assert [launches(64, 264), launches(64, is_packed=True)] == ["few few", "few few"]
+    # Blocks of 48 outputs, and of 32.
+    assert [launches(64, width=2160), launches(64, width=2048)] == ["wide wide", "few few"]
+    module.allow(is_right=False)
+    assert launches(64) == "few few"
+
+
+@pytest.mark.parametrize("wrong", ["", "gate", "sum", "beside"])
+def test_one_wrong_value_and_a_row_that_depends_on_others_are_noticed(
+    wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def products(x: mx.array, matrices: Any, *, is_gated: bool, added: mx.array | None) -> list[mx.array]:
+        sums = [
+            x.astype(mx.float32) @ (each[0] if isinstance(each, tuple) else each).astype(mx.float32).T
+            for each in matrices
+        ]
+        return [(sums[0] * sums[1] if is_gated else sums[0] + added).astype(x.dtype)]
+
+    def wide(x: mx.array, matrices: Any, _shapes: object, **how: Any) -> list[mx.array]:
+        (made,) = products(x, matrices, **how)
+        if wrong == ("gate" if how["is_gated"] else "sum"):
+            made[0, 20, -1] += 0.1
+        if wrong == "beside" and x.shape[1] == 40:
+            made[0, 20, -1] *= 1 + 2**-7
+        return [made]
+
+    monkeypatch.setattr(checks, "_WIDE_CASES", ((96, 256, True), (96, 256, False)))
+    monkeypatch.setattr(checks, "few_rows", products)
+    monkeypatch.setattr(checks, "wide_rows", wide)
+    reasons = {"": "", "beside": "a row's wide products depend on the rows beside it"}
+    assert checks.why_wrong_wide() == reasons.get(wrong, "wide products differ from the others")
+
+
+@pytest.mark.parametrize(("is_hopper", "why", "serves"), [(True, "", True), (True, "wrong", False), (False, "", False)])
+def test_it_is_chosen_on_hopper_where_its_check_finds_nothing(
+    is_hopper: bool, why: str, serves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "device_dialect", lambda: Dialect.CUDA)
+    monkeypatch.setattr(choice, "is_hopper", lambda: is_hopper)
+    monkeypatch.setattr(choice, "why_wrong_products", lambda: "")
+    monkeypatch.setattr(choice, "why_wrong_wide", lambda: why)
+    kernels = KernelChoice()
+    with capture_logs() as logs:
+        assert kernels.takes_few_rows()
+    assert module.serve(64, 256, [14_336], is_gated=True) == serves
+    assert kernels.has_failed == bool(why)
+    assert [line["serves"] for line in logs] == ["few rows (CUDA)"] * bool(why)
