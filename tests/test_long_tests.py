@@ -1,10 +1,13 @@
-"""Every long test has its turn, and no commit goes without a test of a promise or of a fault of others."""
+"""Every long test has its turn, no commit goes without a test of a promise or of a fault of others, and none passes
+whose thread raised.
+"""
 
 import ast
 import functools
 import random
 import re
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -98,3 +101,10 @@ def test_make_check_ignores_only_paths_that_exist() -> None:
     ignored = re.findall(r"--ignore=(\S+)", printed.stdout)
     assert ignored
     assert [path for path in ignored if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.xfail(raises=pytest.PytestUnhandledThreadExceptionWarning, strict=True)
+def test_a_thread_that_raises_fails_its_test() -> None:
+    thread = threading.Thread(target=lambda: 1 / 0)
+    thread.start()
+    thread.join()
