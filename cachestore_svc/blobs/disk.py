@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvasir.clients.blob_memory import BlobMemory
 from kvasir.errors import KvasirError, ResourceExhausted, Unavailable
-from kvasir.syncing import sync
+from kvasir.syncing import begin_writing_back, sync
 
 READ_BACK_BYTES = 4 << 20  # pieces large enough for all cores to hash one
 NO_FILE = errno.ENXIO  # A name that something else has than a file. Opening a socket fails by itself.
@@ -57,6 +57,9 @@ class Disk:
 
     def truncate(self, descriptor: int, size_bytes: int) -> None:
         os.ftruncate(descriptor, size_bytes)
+
+    def begin_writing_back(self, descriptor: int) -> None:
+        begin_writing_back(descriptor)
 
     def fsync(self, descriptor: int) -> None:
         sync(descriptor)

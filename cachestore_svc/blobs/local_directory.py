@@ -280,6 +280,7 @@ class LocalPart:
         self._forget_sync()
         self._disk.write(self._descriptor, data)
         self._size_bytes += len(data)
+        self._disk.begin_writing_back(self._descriptor)
 
     def cut(self, size_bytes: int) -> None:
         self._forget_sync()

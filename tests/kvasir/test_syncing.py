@@ -8,7 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from kvasir.syncing import sync_directory, sync_disk_of
+from kvasir import syncing
+from kvasir.syncing import begin_writing_back, sync_directory, sync_disk_of
 
 
 @pytest.mark.parametrize("refusal", [0, 45])
@@ -43,3 +44,18 @@ def test_a_share_that_cannot_sync_directories_is_no_failing_disk(
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(OSError, match=r"Input/output") if number == errno.EIO else contextlib.nullcontext():
         sync_directory(tmp_path)
+
+
+@pytest.mark.parametrize("can_begin", [True, False])
+def test_bytes_are_begun_to_be_written_where_the_system_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_begin: bool
+) -> None:
+    called = list[object]()
+    with (tmp_path / "file").open("w+b", buffering=0) as file:
+        file.write(b"some bytes")
+        begin_writing_back(file.fileno())
+        assert (tmp_path / "file").read_bytes() == b"some bytes"
+        begin = lambda descriptor, first, count, flags: called.append((descriptor, first.value, count.value, flags))  # noqa: E731
+        monkeypatch.setattr(syncing, "_sync_file_range", begin if can_begin else None)
+        begin_writing_back(file.fileno())
+        assert called == [(file.fileno(), 0, 0, 2)] * can_begin

@@ -23,6 +23,8 @@ _FOLDER, _AT_ONCE = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, fcntl.LOCK_EX 
 _WRITES = 9
 _OF_SHARES = {errno.EINVAL, errno.ENOTSUP, errno.ENOTTY, errno.ENOENT}  # the last one is macOS's, for SMB
 _FULL_AND_WAIT = 0x01 | 0x02  # macOS: SYNC_VOLUME_FULLSYNC, SYNC_VOLUME_WAIT
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux has it
+_BEGINS = 0x02  # SYNC_FILE_RANGE_WRITE
 
 
 def sync(descriptor: int) -> None:
@@ -37,6 +39,12 @@ def sync(descriptor: int) -> None:
         else:
             return
     os.fsync(descriptor)
+
+
+def begin_writing_back(descriptor: int) -> None:
+    """Let the disk begin with the file's bytes where the system can: a `sync` then waits less. It promises nothing."""
+    if _sync_file_range is not None:
+        _sync_file_range(descriptor, ctypes.c_int64(0), ctypes.c_int64(0), _BEGINS)
 
 
 def sync_disk_of(path: Path) -> None:

@@ -12,6 +12,7 @@ from kvasir_orchestrator.journal import Journal
 from kvasir_orchestrator.scenario import Scenario
 
 from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.blobs.local_directory import LocalDirectory
 
 F_FULLFSYNC = 51  # its number on macOS
 
@@ -71,3 +72,29 @@ def test_no_symbolic_link_is_followed_at_the_end_of_a_path(tmp_path: Path) -> No
     for act in (lambda: Disk().read(link, 10), lambda: Disk().open_append(link)):
         with pytest.raises(OSError, match=os.strerror(errno.ELOOP)):
             act()
+
+
+def test_the_disk_has_begun_with_all_bytes_of_a_part_when_its_sync_comes(tmp_path: Path) -> None:
+    """Else the files of a group are written one after the other, each when its own sync waits for it."""
+    done = list[str]()
+
+    class Noting(Disk):
+        def write(self, descriptor: int, data: bytes | memoryview) -> None:
+            done.append("write")
+            super().write(descriptor, data)
+
+        def begin_writing_back(self, descriptor: int) -> None:
+            done.append("begin")
+            super().begin_writing_back(descriptor)
+
+        def fsync(self, descriptor: int) -> None:
+            done.append("sync")
+            super().fsync(descriptor)
+
+    part = LocalDirectory(tmp_path, Noting()).of("default").begin("ab" * 32)
+    done.clear()  # of its directories
+    for piece in (b"first", b"second"):
+        part.append(piece)
+    part.sync()
+    part.close()
+    assert done == ["write", "begin", "write", "begin", "sync"]
