@@ -298,7 +298,7 @@ def test_a_turn_that_is_over_is_not_held(two: Two) -> None:
     assert handle.hold().result(60) is None
 
 
-@pytest.mark.long(2)
+@pytest.mark.long(3)
 @pytest.mark.parametrize(
     ("wrong", "field"),
     [
@@ -307,9 +307,13 @@ def test_a_turn_that_is_over_is_not_held(two: Two) -> None:
         ({"sampler_key": (1,)}, "sampler_key"),
         ({"first_blocks": {}}, "first_blocks"),
         ({"first_blocks": {0: 99}}, "first_blocks"),
+        ({"shareable": 701}, "shareable"),
         ({"rewind_points": (5, 4)}, "rewind_points"),
+        ({"rewind_points": (10_000,)}, "rewind_points"),
         ({"token_ids": TokenIds([*PROMPT, 1 << 30])}, "token_ids"),
         ({"token_ids": TokenIds(PROMPT[1:])}, "token_ids"),
+        ({"token_ids": TokenIds([*PROMPT[1:], *PROMPT[:5]])}, "token_ids"),
+        ({"token_ids": TokenIds([*PROMPT, *PROMPT[:MAX_TOKENS]])}, "token_ids"),
     ],
 )
 def test_a_state_that_cannot_be_is_refused_by_field(two: Two, wrong: dict[str, Any], field: str) -> None:
