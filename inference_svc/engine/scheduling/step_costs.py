@@ -25,6 +25,7 @@ class _PassLine:
     fixed_s: float
     each_s: float
     longest: int  # tokens of the longest pass that is remembered
+    is_guess: bool = False  # all passes are of one length, of which nothing shows what is fixed
 
     @classmethod
     def through(cls, passes: Collection[tuple[int, float]]) -> "_PassLine":
@@ -36,7 +37,7 @@ class _PassLine:
         each_s = median(slopes) if slopes else 0.0
         fixed_s = median_low(took_s - each_s * tokens for tokens, took_s in passes)
         has_told = each_s > 0 and fixed_s > 0
-        return cls(fixed_s, each_s, longest) if has_told else cls(0.0, average_s, longest)
+        return cls(fixed_s, each_s, longest) if has_told else cls(0.0, average_s, longest, not slopes)
 
     def tokens_within(self, seconds: float) -> int:
         """Beyond the longest pass a token costs the mean of the line's seconds and of those of that pass's tokens, the
@@ -55,6 +56,7 @@ class StepCosts:
         self._steps: deque[tuple[int, float]] = deque(maxlen=_PLAIN_STEPS)  # rows and seconds
         self._passes: dict[int, deque[tuple[int, float]]] = {}  # tokens and seconds, by the bits of their position
         self._lines: dict[int, _PassLine] = {}  # by the bits of a position; those that know the newest pass
+        self._longest = 0  # tokens of the longest pass that ever was
         self._load: tuple[int, float] | None = None  # files of the newest load, and its seconds
 
     @property
@@ -82,15 +84,21 @@ class StepCosts:
         if position is None:
             self._load = size, took_s
         else:
-            depth = position.bit_length()
+            depth, self._longest = position.bit_length(), max(self._longest, size)
             self._passes.setdefault(depth, deque(maxlen=_PASSES)).append((size, took_s))
             self._lines.clear()
 
     def tokens_within(self, seconds: float, position: int) -> int | None:
         """How many tokens a pass computes in so many seconds, the deepest from `position` on; None if that is not
-        known.
+        known. Where all passes ever had one length, and it fits, twice as many are tried, once: else short ones, most
+        of which is fixed, would stay short.
         """
-        return self._line(position.bit_length()).tokens_within(seconds) if self._passes else None
+        if not self._passes:
+            return None
+        line = self._line(position.bit_length())
+        fits = line.tokens_within(seconds)
+        is_tried = not line.is_guess or line.longest < self._longest
+        return fits if is_tried or fits < line.longest else max(fits, 2 * line.longest)
 
     def files_within(self, seconds: float) -> int | None:
         """How many files become KV in so many seconds; None if that is not known. One more than the last time if that

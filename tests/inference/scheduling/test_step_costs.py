@@ -241,6 +241,7 @@ def test_what_is_not_known_is_said_to_be_unknown_and_deep_tokens_cost_more() -> 
     assert (costs.step_s, costs.tokens_within(1, 0), costs.files_within(1)) == (None, None, None)
     costs.learn(0, 256, 0.0256)
     costs.learn(30_000, 256, 0.0512)
+    costs.learn(0, 1_024, 0.1024)
     costs.learn(None, 4, 0.04)
     assert [round(costs.tokens_within(0.1, at) or 0) for at in (3, 20_000, 90_000)] == [1_000, 500, 500]
     assert costs.files_within(0.03) == 3
@@ -302,6 +303,22 @@ def test_a_deep_prompts_first_passes_are_too_long_once() -> None:
     assert sum(each > 0.1 for each in took) == 1
     assert sum(took[:5]) < 0.46
     assert 0.03 < min(took[-5:]) <= max(took[-5:]) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("fixed_s", "each_s", "fewest"), [(0.026, 30e-6, 384), (0.0, 0.03 / 128, 128), (0.05, 0.0, 128)]
+)
+def test_a_prompt_that_is_deep_from_its_first_pass_on_does_not_stay_at_short_ones(
+    fixed_s: float, each_s: float, fewest: int
+) -> None:
+    """An agent was restored, and nothing computed before: 128 tokens take most of a gap, nearly all of it fixed."""
+    costs, took, sizes = StepCosts(), list[float](), list[int]()
+    for _ in range(40):
+        sizes.append(max(128, costs.tokens_within(0.043, 120_000) or 0) // 128 * 128)
+        took.append(fixed_s + sizes[-1] * each_s)
+        costs.learn(120_000, sizes[-1], took[-1])
+    assert min(sizes[-8:]) >= fewest
+    assert sum(each > 0.046 and size > 128 for each, size in zip(took, sizes, strict=True)) <= 1
 
 
 @example((0.007, 12.5e-6, 1.7e-9), DEEP_CELLS, 2_048, Random(0))
