@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,22 +107,22 @@ def load(
     if device() == "cuda":
         for name, value in _GRAPH_SETTINGS.items():  # MLX reads them when it first uses the device
             os.environ.setdefault(name, value)
-    files, placement = weight_files(directory), Placement()
+    files, placement, reading = weight_files(directory), Placement(), Future[Any]()
 
     def take(weights: Tensors) -> None:
         nonlocal placement
         placement = place_weights(files, weights, may_map=not copies_weights)
 
-    with ThreadPoolExecutor(1, "tokenizer") as beside:  # it takes Python as long as weights take MLX
+    def classes(config: dict[str, Any]) -> tuple[Any, Any]:
+        nonlocal reading
+        found = _classes(config, take)
+        reading = beside.submit(_tokenizer, directory, config)
+        return found
+
+    with ThreadPoolExecutor(1, "tokenizer") as beside:  # before weights come: it takes Python as long as they take
         with _loadable():
-            model, config = mlx_lm.utils.load_model(
-                directory, lazy=True, get_model_classes=lambda config: _classes(config, take)
-            )
+            model, config = mlx_lm.utils.load_model(directory, lazy=True, get_model_classes=classes)
         model.__dict__.pop("sanitize", None)
-        if MaskWindow.of_config(config) is not None:
-            keep_transformers_quiet()
-        load_tokenizer: Any = mlx_lm.utils.load_tokenizer
-        reading = beside.submit(load_tokenizer, directory, eos_token_ids=config.get("eos_token_id"))
         if compute_type is None and device() == "cpu":
             compute_type = "float32"
         converted = list[mx.array]()
@@ -139,6 +139,13 @@ def load(
         with _loadable():
             tokenizer = reading.result()
     return LoadedModel(model, tokenizer, config, placement, files, choice)
+
+
+def _tokenizer(directory: Path, config: Mapping[str, Any]) -> Any:
+    if MaskWindow.of_config(config) is not None:
+        keep_transformers_quiet()
+    load_tokenizer: Any = mlx_lm.utils.load_tokenizer
+    return load_tokenizer(directory, eos_token_ids=config.get("eos_token_id"))
 
 
 def _own_arrays(model: Module) -> list[mx.array]:
