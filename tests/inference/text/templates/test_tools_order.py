@@ -72,7 +72,13 @@ def test_other_tools_stay_as_they_are(tools: list[Tool], others: list[Tool]) -> 
     assert (in_order(others, parsed(others), order) is None) == (sorted(known) != sorted(given))
 
 
-@given(TOOLS, st.lists(st.integers(0, 1 << 32 - 1), max_size=12))
+NESTED = Tool("look", "", '{"b": {"y": 1, "x": [{"d": 1, "c": 2}]}, "a": 2}')
+FEW = st.sampled_from(
+    [[NESTED], [NESTED, Tool("find", "It looks.", "{}")], [Tool("write", "", '{"b": 1, "a": {}}')] * 2]
+)
+
+
+@given(FEW, st.lists(st.integers(0, 2) | st.integers(0, 1 << 31), max_size=12))
 def test_an_order_that_cannot_be_is_none(tools: list[Tool], places: list[int]) -> None:
     objects = parsed(tools)
     order = order_of(tools, objects)
