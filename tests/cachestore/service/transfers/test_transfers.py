@@ -3,7 +3,7 @@
 import itertools
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.clients import AioStoreClient, StoreClient
-from kvasir.errors import Conflict, KvasirError, ResourceExhausted
+from kvasir.errors import Conflict, DeadlineExceeded, KvasirError, ResourceExhausted
 from kvasir.formats.digest import Digest
 from kvasir.formats.frames import FRAME_BYTES, frames_of
 from kvasir.status import from_rpc_error
@@ -21,6 +21,7 @@ from kvasir.status import from_rpc_error
 from tests.cachestore.service.proxy import proxy_to
 from tests.cachestore.service.running import RunningStore, StoreHome, assert_whole, publish, store_home
 from tests.made_models.synthetic import SMALL, TINY, SyntheticAgent, full_layers, kv_identity
+from tests.running.waiting import eventually
 
 # One block is 7 MB: several frames.
 LARGE = kv_identity("large", full_layers(24, 8, 128))
@@ -356,10 +357,18 @@ def test_readers_that_do_not_read_hold_little_memory_and_are_given_up(home: Stor
         stalled = from_rpc_error(_end_of(calls[0]))
         assert stalled.reason == "READER_STALLED"
         with running.client() as client:
-            assert sum(len(data) for _, data in client.get_blobs(turn.digests)) == total
+            eventually(lambda: read_bytes(client, turn.digests) == total, 60)
     finally:
         for channel in channels:
             channel.close()
+
+
+def read_bytes(client: StoreClient, digests: Sequence[Digest]) -> int:
+    """0 where it was given up, too: on a busy machine any reader may take nothing for a second."""
+    try:
+        return sum(len(data) for _, data in client.get_blobs(digests))
+    except DeadlineExceeded:
+        return 0
 
 
 class ForgottenClient(AioStoreClient):
