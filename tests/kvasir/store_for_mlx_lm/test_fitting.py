@@ -175,7 +175,7 @@ _OTHERS: dict[str, tuple[str, Callable[[list[Any]], list[Any]]]] = {
     "of keys in a list": ("gemma3", _each("KVCache", keys=lambda part: [part.keys])),
     "of other rows than keys": ("gemma3", _each("KVCache", values=lambda part: mx.repeat(part.values, 2, axis=2))),
     "in a list, of fewer tokens": ("falcon_h1", _each("KVCache", offset=3)),
-    "in a list, of fewer rows": ("falcon_h1", _each("KVCache", keys=_keys(5))),
+    "in a list, of fewer rows": ("falcon_h1", _each("KVCache", keys=_keys(5), values=_keys(5))),
     "in a list, of another class": ("falcon_h1", lambda cache: [caches.CacheList(each[0], each[0]) for each in cache]),
     "in a shorter list": ("falcon_h1", lambda cache: [caches.CacheList(*each.caches[:1]) for each in cache]),
     "of a state that is empty at first": (
