@@ -32,8 +32,6 @@ class Rpc:
     name: str
     path: str
     request_type: type[Message]
-    takes_stream: bool
-    gives_stream: bool
     statuses: frozenset[str]
 
 
@@ -46,8 +44,6 @@ def rpcs_of(service: ServiceDescriptor) -> Mapping[str, Rpc]:
             method.name,
             f"/{service.full_name}/{method.name}",
             message_factory.GetMessageClass(method.input_type),
-            method.client_streaming,
-            method.server_streaming,
             frozenset(promised[method.name] | _COMMON | _EDGE),
         )
     return found
