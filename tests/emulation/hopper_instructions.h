@@ -105,12 +105,13 @@ KV_FN void kv_scores_begin(float (&c)[32], kv_u64 a, kv_u64 b) {
   });
 }
 
-template <bool IS_BFLOAT, int N>
-KV_FN void kv_mix_begin(float (&c)[N / 2], const kv_u32* a, kv_u64 b) {
+// Rows g and g + 8 of a fragment of 16.
+template <bool IS_BFLOAT>
+KV_FN std::array<std::array<float, 16>, 2> kv_fragment_rows(const kv_u32* a) {
   fibers::Slot mine;
   for (int i = 0; i < 4; ++i) mine.words[i] = a[i];
   const fibers::Slot* theirs = fibers::shown(mine);
-  const int g = fibers::current % 32 / 4, t = fibers::current % 4;
+  const int g = fibers::current % 32 / 4;
   std::array<std::array<float, 16>, 2> rows;
   for (int r = 0; r < 2; ++r)
     for (int k = 0; k < 16; ++k) {
@@ -118,6 +119,32 @@ KV_FN void kv_mix_begin(float (&c)[N / 2], const kv_u32* a, kv_u64 b) {
       const kv_u16 bits = kv_u16(word >> k % 2 * 16);
       rows[r][k] = IS_BFLOAT ? fibers::bits_to_float(kv_u32(bits) << 16) : fibers::half_to_float(bits);
     }
+  return rows;
+}
+
+template <bool IS_BFLOAT, bool IS_ADDED>
+KV_FN void kv_codes_begin(float (&c)[32], const kv_u32* a, kv_u64 b) {
+  const auto rows = kv_fragment_rows<IS_BFLOAT>(a);
+  const int t = fibers::current % 4;
+  float* const to = c;
+  kv_next_products().push_back([=] {
+    for (int n = 0; n < 8; ++n)
+      for (int j = 0; j < 2; ++j) {
+        float sums[2];
+        for (int r = 0; r < 2; ++r) sums[r] = IS_ADDED ? to[n * 4 + 2 * r + j] : 0;
+        for (int k = 0; k < 16; ++k) {
+          const float other = kv_element<IS_BFLOAT>(b, n * 8 + 2 * t + j, k);
+          for (int r = 0; r < 2; ++r) sums[r] += rows[r][k] * other;
+        }
+        for (int r = 0; r < 2; ++r) to[n * 4 + 2 * r + j] = sums[r];
+      }
+  });
+}
+
+template <bool IS_BFLOAT, int N>
+KV_FN void kv_mix_begin(float (&c)[N / 2], const kv_u32* a, kv_u64 b) {
+  const auto rows = kv_fragment_rows<IS_BFLOAT>(a);
+  const int t = fibers::current % 4;
   float* const to = c;
   kv_next_products().push_back([=] {
     for (int n = 0; n < N / 8; ++n)

@@ -5,6 +5,7 @@ Rows are numbers that a policy stores without rounding. So each unit of a page m
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import product
 
 import mlx.core as mx
 import structlog
@@ -15,7 +16,7 @@ from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.reference import LayerPages, Scoring, reference_attention
 from inference_svc.kv.codec import SCALE_TYPES, Codec, EncodedRows, ExactCodec, QuantizedCodec, RotatedCodec
 from inference_svc.kv.model_hooks import step_attention_check, whole_layer_check
-from inference_svc.kv.model_hooks.few_rows import few_rows
+from inference_svc.kv.model_hooks.few_rows import Matrix, few_rows
 from inference_svc.kv.model_hooks.wide_rows import wide_rows
 from inference_svc.kv.page import PAGE_TOKENS, PageFormat, RowFormat
 from inference_svc.kv.pages.page_rows import UNIT, pages_of_rows
@@ -94,26 +95,26 @@ def why_wrong_wide() -> str:
     """
 
     def differences() -> Iterator[str]:
-        for width, depth, is_gated in _WIDE_CASES:
+        for (width, depth, is_gated), is_packed in product(_WIDE_CASES, (False, True)):
             x, w = (
                 mx.random.normal((rows, depth), mx.bfloat16, scale=depth**-0.25, key=mx.random.key(rows))
                 for rows in (_WIDE_ROWS, 2 * width if is_gated else width)
             )
-            x, matrices = x[None], list(w.reshape(-1, width, depth))
-            added = None if is_gated else mx.broadcast_to(x[..., :1], (1, _WIDE_ROWS, width))
-            (right,) = few_rows(
-                x[:, :32], [(each,) for each in matrices], is_gated=is_gated, added=_first_rows(added, 32)
-            )
+            values = w.reshape(-1, width, depth)
+            matrices: list[Matrix] = [tuple(mx.quantize(each, 64, 4)) if is_packed else (each,) for each in values]
+            x, added = x[None], None if is_gated else mx.broadcast_to(x[None, :, :1], (1, _WIDE_ROWS, width))
+            (right,) = few_rows(x[:, :32], matrices, is_gated=is_gated, added=_first_rows(added, 32))
             made, fewer = (
                 wide_rows(x[:, :rows], matrices, [(1, rows, width)], is_gated=is_gated, added=_first_rows(added, rows))[
                     0
                 ]
                 for rows in (_WIDE_ROWS, _WIDE_ROWS - 1)
             )
+            kind = "packed" if is_packed else "16 bits"
             if not mx.allclose(made[:, :32].astype(mx.float32), right.astype(mx.float32), rtol=0.02, atol=2e-3).item():
-                yield "wide products differ from the others"
+                yield f"wide products of {kind} differ from the others"
             if not mx.array_equal(made[:, :-1], fewer).item():
-                yield "a row's wide products depend on the rows beside it"
+                yield f"a row's wide products of {kind} depend on the rows beside it"
 
     return _first(differences)
 

@@ -2,7 +2,7 @@
 
 A general product picks its kernel by the number of rows, asks a library for it at every call, and sums in another order
 for another number. Here a row's sums have one order, whatever its neighbours are, and matrices that take the same x
-share a launch. On Hopper `wide_rows` takes 33 rows or more of 16 bits: their sums have another order, one for these.
+share a launch.
 """
 
 from collections.abc import Sequence
@@ -71,9 +71,9 @@ def few_rows(
     rows, depth = x.shape[0] * x.shape[1], x.shape[2]
     results = widths[:1] if is_gated else widths
     shapes = [(*shape, width) for width in results] if not heads else _in_heads(shape[0], results, heads)
-    if not is_packed and serve(rows, depth, results, is_gated=is_gated):
-        return wide_rows(x, [each[0] for each in matrices], shapes, is_gated=is_gated, added=added)
     groups = matrices[0][1].shape[1] if is_packed else 0
+    if serve(rows, depth, results, groups, is_gated=is_gated):
+        return wide_rows(x, matrices, shapes, is_gated=is_gated, added=added)
     warps = _warps(groups, sum(widths))
     tiles, height, stages = _block_shape(rows, widths, groups, warps, least=2 if is_gated else 1)
     source = few_rows_source(len(matrices), is_packed=is_packed, is_gated=is_gated, adds=added is not None)

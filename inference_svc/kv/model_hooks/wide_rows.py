@@ -1,4 +1,4 @@
-"""Products of more rows with matrices of 16 bits by Hopper's own products.
+"""Products of more rows by Hopper's own products, with matrices of 16 bits or packed in 4.
 
 A matrix is read nearly as fast for 64 rows as for eight, if x is not read as often: each block makes as many outputs as
 leave one block to a multiprocessor. A sum's order is another than few_rows' kernel has, and one for all rows.
@@ -6,6 +6,7 @@ leave one block to a multiprocessor. A sum's order is another than few_rows' ker
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -17,10 +18,19 @@ from inference_svc.kv.attention.kernels import Dialect, wide_rows_source
 _LEAST_ROWS, _MOST_ROWS = 33, 64
 _BLOCKS = 132  # multiprocessors of an H100 or an H200
 # Outputs of a block in sixteens. With fewer a block reads more of x than of a matrix, and few_rows is as fast.
-_LEAST_HEIGHT, _MOST_HEIGHT = 3, 16
-_CHUNK, _CHUNK_ROW_BYTES = 64, 128  # inputs
-_MOST_BYTES, _MOST_STAGES = 227 << 10, 16
+_LEAST_HEIGHT, _LEAST_PACKED_HEIGHT, _MOST_HEIGHT = 3, 8, 16
+_CHUNK = 64  # inputs
+_X_BYTES = 2 * _MOST_ROWS * _CHUNK  # of a chunk
+_SPAN = 2  # chunks of a step, of packed matrices
+_MOST_BYTES, _MOST_STAGES, _LEAST_STAGES = 227 << 10, 16, 3
 _serving = [False]
+
+
+class _Shape(NamedTuple):
+    blocks: int
+    threads: int
+    shared_bytes: int
+    constants: dict[str, int]
 
 
 def allow(*, is_right: bool) -> None:
@@ -28,50 +38,60 @@ def allow(*, is_right: bool) -> None:
     _serving[0] = is_right
 
 
-def serve(rows: int, depth: int, widths: Sequence[int], *, is_gated: bool) -> bool:
-    """Whether it takes few_rows' place for results of these widths."""
+def serve(rows: int, depth: int, widths: Sequence[int], groups: int, *, is_gated: bool) -> bool:
+    """Whether it takes few_rows' place for results of these widths, of matrices in so many groups, 0: of 16 bits."""
     if not _serving[0] or not _LEAST_ROWS <= rows <= _MOST_ROWS or depth % _CHUNK:
         return False
-    return _shape(tuple(widths), 8 if is_gated else 16)[1] >= _LEAST_HEIGHT
+    if groups and (depth != groups * _CHUNK or groups % 8):  # a row's scales are whole pieces of 16 bytes
+        return False
+    constants = _shape(tuple(widths), 8 if is_gated else 16, groups).constants
+    least = _LEAST_PACKED_HEIGHT if groups else _LEAST_HEIGHT
+    return constants["HEIGHT"] >= least and constants["STAGES"] >= _LEAST_STAGES
 
 
 def wide_rows(
     x: mx.array,
-    matrices: Sequence[mx.array],
+    matrices: Sequence[tuple[mx.array, ...]],
     output_shapes: Sequence[tuple[int, ...]],
     *,
     is_gated: bool = False,
     added: mx.array | None = None,
 ) -> list[mx.array]:
-    """As `few_rows`, of x [slots, n, depth] and matrices [width, depth]."""
-    widths = tuple(each.shape[0] for each in matrices)
-    blocks, height = _shape(widths[:1] if is_gated else widths, 8 if is_gated else 16)
-    stage_bytes, threads = (16 * height + _MOST_ROWS) * _CHUNK_ROW_BYTES, -(-height // 4) * 4 * LANES
-    stages = min(_MOST_STAGES, (_MOST_BYTES - 1024) // stage_bytes)
-    source, own = wide_rows_source(len(matrices), is_gated=is_gated, adds=added is not None), COMPILERS[Dialect.CUDA]
-    return compiled(hopper_compiler if own is cuda_compiler else own, source, 1024 + stages * stage_bytes)(
-        inputs=[x, *matrices, *(() if added is None else (added,))],
+    """As `few_rows`, of x [slots, n, depth]."""
+    widths, is_packed = tuple(each[0].shape[0] for each in matrices), len(matrices[0]) > 1
+    groups = matrices[0][1].shape[1] if is_packed else 0
+    shape = _shape(widths[:1] if is_gated else widths, 8 if is_gated else 16, groups)
+    source = wide_rows_source(len(matrices), is_packed=is_packed, is_gated=is_gated, adds=added is not None)
+    own = COMPILERS[Dialect.CUDA]
+    return compiled(hopper_compiler if own is cuda_compiler else own, source, shape.shared_bytes)(
+        inputs=[x, *(part for each in matrices for part in each), *(() if added is None else (added,))],
         template=[
             ("T", x.dtype),
             ("IS_BFLOAT", x.dtype == mx.bfloat16),
             ("COUNT", len(matrices)),
-            ("HEIGHT", height),
-            ("STAGES", stages),
+            *shape.constants.items(),
         ],
-        grid=(blocks * threads, 1, 1),
-        threadgroup=(threads, 1, 1),
+        grid=(shape.blocks * shape.threads, 1, 1),
+        threadgroup=(shape.threads, 1, 1),
         output_shapes=output_shapes,
         output_dtypes=[x.dtype] * len(output_shapes),
     )
 
 
 @lru_cache(maxsize=256)
-def _shape(widths: tuple[int, ...], outputs: int) -> tuple[int, int]:
-    """Blocks, and `outputs` of a block in as many: the fewest by which all multiprocessors have the same work."""
+def _shape(widths: tuple[int, ...], outputs: int, groups: int) -> _Shape:
+    """Blocks of so many times `outputs`: the fewest by which all multiprocessors have the same work."""
 
     def blocks(height: int) -> int:
         return sum(-(-width // (outputs * height)) for width in widths)
 
     turns = -(-blocks(_MOST_HEIGHT) // _BLOCKS)
     height = next(each for each in range(1, _MOST_HEIGHT + 1) if blocks(each) <= turns * _BLOCKS)
-    return blocks(height), height
+    warps, constants = -(-height // 4) * 4, {"HEIGHT": height}
+    fixed, stage_bytes = 1024, 16 * height * 2 * _CHUNK + _X_BYTES
+    if groups:
+        fixed += 2 * _SPAN * (_X_BYTES + _MOST_ROWS * 4) + 16 * height * (groups + 8) * 4
+        stage_bytes = _SPAN * 16 * height * _CHUNK // 2
+        constants |= {"GROUPS": groups, "SPAN": _SPAN}
+    stages = min(_MOST_STAGES, (_MOST_BYTES - fixed) // stage_bytes)
+    return _Shape(blocks(height), warps * LANES, fixed + stages * stage_bytes, {**constants, "STAGES": stages})

@@ -147,9 +147,10 @@ def few_rows_source(count: int, *, is_packed: bool, is_gated: bool = False, adds
 
 
 @cache
-def wide_rows_source(count: int, *, is_gated: bool, adds: bool) -> KernelSource:
-    """As `few_rows_source`, of more rows and matrices that are not packed, by instructions that only Hopper has."""
-    return _products_source("wide_rows", (count, False, is_gated, adds), (HOPPER_INSTRUCTIONS, "wide_rows.h"))
+def wide_rows_source(count: int, *, is_packed: bool, is_gated: bool, adds: bool) -> KernelSource:
+    """As `few_rows_source`, of more rows, by instructions that only Hopper has."""
+    name, parts = "wide_codes" if is_packed else "wide_rows", (HOPPER_INSTRUCTIONS, "wide_rows.h")
+    return _products_source(name, (count, is_packed, is_gated, adds), parts)
 
 
 def _products_source(name: str, kind: tuple[int, bool, bool, bool], parts: tuple[str, ...] = ()) -> KernelSource:

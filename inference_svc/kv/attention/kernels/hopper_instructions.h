@@ -91,6 +91,21 @@ KV_FN void kv_scores_begin(float (&c)[32], kv_u64 a, kv_u64 b) {
     KV_SCORES("f16", c, a, b, IS_ADDED);
 }
 
+// The same, a in registers, laid out as for kv_mma.
+#define KV_CODES(TYPE, c, a, b, is_added)                                                                              \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"                                                            \
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE                                             \
+               " {" KV_NAMES_0 ", " KV_NAMES_8 ", " KV_NAMES_16 ", " KV_NAMES_24 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}" \
+               : KV_EIGHT_FLOATS(c, 0), KV_EIGHT_FLOATS(c, 8), KV_EIGHT_FLOATS(c, 16), KV_EIGHT_FLOATS(c, 24)          \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(is_added))
+template <bool IS_BFLOAT, bool IS_ADDED>
+KV_FN void kv_codes_begin(float (&c)[32], const kv_u32* a, kv_u64 b) {
+  if (IS_BFLOAT)
+    KV_CODES("bf16", c, a, b, IS_ADDED);
+  else
+    KV_CODES("f16", c, a, b, IS_ADDED);
+}
+
 // c[64, N] += a[64, 16] b[16, N]: a in registers, laid out as for kv_mma, b in shared memory, 16 rows.
 #define KV_MIX(TYPE, N, NAMES, A, B, ...)                                                                   \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"                                                   \

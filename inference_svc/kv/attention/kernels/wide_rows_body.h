@@ -56,12 +56,4 @@ KV_ROLLED for (int number = 0; number < chunks; ++number) {
 }
 kv_products_done<0>();
 kv_products_own(sum);
-const int g = kv_lane / 4, t = kv_lane % 4, unit = kv_warp * 16;
-KV_UNROLL for (int n = 0; n < 8; ++n) KV_UNROLL for (int j = 0; j < (IS_GATED ? 2 : 4); ++j) {
-  const int row = n * 8 + 2 * t + j % 2, output = first + (IS_GATED ? unit / 2 : unit + j / 2 * 8) + g;
-  if (row >= rows || unit >= OUTPUTS || output >= width) continue;
-  float one = float(T(sum[n * 4 + j]));
-  const long at = long(row) * width + output;
-  if (IS_GATED) one = one / (1 + kv_exp2(one * -KV_LOG2_E)) * float(T(sum[n * 4 + 2 + j]));
-  y[at] = T(ADDS ? one + float(added[at]) : one);
-}
+kv_write_wide<IS_GATED, ADDS>(sum, rows, kv_warp * 16, OUTPUTS, first, width, y, added, kv_lane);

@@ -35,7 +35,19 @@ FORMATS = {
 QUERY_TYPES = mx.float32, mx.float16, mx.bfloat16
 ZERO, UNITS = mx.zeros(1, mx.int32), mx.zeros((1, 8), mx.uint16)
 PAGES = LayerPages(UNITS, FORMATS["q4"], ZERO[None])
-KINDS = {"trial", "split", "tiles", "reduce", "gather", "store", "few_rows", "address", "warpgroups", "wide_rows"}
+KINDS = {
+    "trial",
+    "split",
+    "tiles",
+    "reduce",
+    "gather",
+    "store",
+    "few_rows",
+    "address",
+    "warpgroups",
+    "wide_rows",
+    "wide_codes",
+}
 BOUNDS = "__launch_bounds__"
 needs_libstdcxx = pytest.mark.skipif(kept_kernel._std_hash() is None, reason="a Mac has another C++ library")
 KIND = re.compile(r"\bkv_([a-z_]+?)(?:_[0-9a-f]{12})+")
@@ -254,10 +266,11 @@ def launch_all() -> None:
         gathered_values(replace(PAGES, format=form), 0, 3, ZERO, dtype, Dialect.CUDA)
     for rows, count, dtype in product((8, 16, 32, 64), (1, 2, 3), (mx.float16, mx.bfloat16)):
         few_rows(mx.zeros((1, rows, 64), dtype), [(mx.zeros((4300, 64), dtype),)] * count)
-    for count, dtype in product((1, 2, 3), (mx.float16, mx.bfloat16)):
-        x, added = mx.zeros((1, 33, 64), dtype), mx.zeros((1, 33, 4300), dtype) if count == 1 else None
-        shapes = [(1, 33, 4300)] * (3 if count == 3 else 1)
-        wide_rows(x, [mx.zeros((4300, 64), dtype)] * count, shapes, is_gated=count == 2, added=added)
+    for bits, count, dtype in product((4, 16), (1, 2, 3), (mx.float16, mx.bfloat16)):
+        x, added = mx.zeros((1, 33, 512), dtype), mx.zeros((1, 33, 4300), dtype) if count == 1 else None
+        shapes, w = [(1, 33, 4300)] * (3 if count == 3 else 1), mx.zeros((4300, 512), dtype)
+        matrix = (w,) if bits == 16 else tuple(mx.quantize(w, 64, bits))
+        wide_rows(x, [matrix] * count, shapes, is_gated=count == 2, added=added)
     store_pages(UNITS, ZERO, UNITS, ZERO, range(8), Dialect.CUDA)
     host_copy.device_address(UNITS)
 

@@ -29,14 +29,18 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_compiler
 @pytest.mark.long(8)
 @pytest.mark.parametrize(
-    ("blocks", "widths", "depth", "rows", "dtype", "kind"),
+    ("bits", "blocks", "widths", "depth", "rows", "dtype", "kind"),
     [
-        (5, (150, 64, 7), 192, 40, mx.bfloat16, ""),
-        (4, (90, 90), 320, 64, mx.bfloat16, "gated"),
-        (3, (100,), 64, 33, mx.float16, "added"),
+        (16, 5, (150, 64, 7), 192, 40, mx.bfloat16, ""),
+        (16, 4, (90, 90), 320, 64, mx.bfloat16, "gated"),
+        (16, 3, (100,), 64, 33, mx.float16, "added"),
+        (4, 6, (150, 64, 7), 1024, 40, mx.bfloat16, ""),
+        (4, 1, (90, 90), 512, 64, mx.float16, "gated"),
+        (4, 4, (100,), 512, 33, mx.bfloat16, "added"),
     ],
 )
 def test_products_are_near_and_a_row_has_the_same_bits_beside_any_others(
+    bits: int,
     blocks: int,
     widths: Sequence[int],
     depth: int,
@@ -49,7 +53,8 @@ def test_products_are_near_and_a_row_has_the_same_bits_beside_any_others(
     monkeypatch.setattr(module, "_BLOCKS", blocks)
     module._shape.cache_clear()
     mx.random.seed(3)
-    matrices = [mx.random.normal((width, depth)).astype(dtype) for width in widths]
+    values = [mx.random.normal((width, depth)).astype(dtype) for width in widths]
+    matrices = [(each,) if bits == 16 else tuple(mx.quantize(each, 64, 4)) for each in values]
     x = mx.random.normal((1, rows, depth)).astype(dtype)
     added = mx.random.normal((1, rows, widths[0])).astype(dtype) if kind == "added" else None
     is_gated = kind == "gated"
@@ -59,7 +64,7 @@ def test_products_are_near_and_a_row_has_the_same_bits_beside_any_others(
         more = None if added is None else added[:, first:]
         return wide_rows(x[:, first:], matrices, shapes, is_gated=is_gated, added=more)
 
-    right = few_rows(x, [(each,) for each in matrices], is_gated=is_gated, added=added)
+    right = few_rows(x, matrices, is_gated=is_gated, added=added)
     for one, fewer, other in zip(made(0), made(rows // 2), right, strict=True):
         assert mx.allclose(one.astype(mx.float32), other.astype(mx.float32), rtol=0.02, atol=0.01)
         assert mx.array_equal(one[:, rows // 2 :], fewer)
@@ -67,17 +72,23 @@ def test_products_are_near_and_a_row_has_the_same_bits_beside_any_others(
 
 
 @pytest.mark.parametrize(
-    ("widths", "outputs", "blocks", "height"),
+    ("widths", "outputs", "groups", "blocks", "height", "threads"),
     [
-        ((14_336,), 8, 128, 14),
-        ((4096, 1024, 1024), 16, 130, 3),
-        ((4096,), 16, 128, 2),
-        ((128_256,), 16, 501, 16),
-        ((100,), 16, 7, 1),
+        ((14_336,), 8, 0, 128, 14, 512),
+        ((4096, 1024, 1024), 16, 0, 130, 3, 128),
+        ((4096,), 16, 0, 128, 2, 128),
+        ((128_256,), 16, 0, 501, 16, 512),
+        ((100,), 16, 0, 7, 1, 128),
+        ((14_336,), 8, 64, 128, 14, 512),
+        ((4096, 1024, 1024), 16, 64, 130, 3, 128),
     ],
 )
-def test_multiprocessors_have_the_same_work(widths: tuple[int, ...], outputs: int, blocks: int, height: int) -> None:
-    assert module._shape(widths, outputs) == (blocks, height)
+def test_multiprocessors_have_the_same_work(
+    widths: tuple[int, ...], outputs: int, groups: int, blocks: int, height: int, threads: int
+) -> None:
+    found = module._shape(widths, outputs, groups)
+    assert (found.blocks, found.constants["HEIGHT"], found.threads) == (blocks, height, threads)
+    assert found.shared_bytes <= 227 << 10
 
 
 def noted(launched: list[str]) -> Any:
@@ -93,15 +104,15 @@ def noted(launched: list[str]) -> Any:
     return compiled
 
 
-def test_it_serves_from_33_to_64_rows_of_16_bits_where_a_check_found_it_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_serves_from_33_to_64_rows_where_a_check_found_it_right(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = list[str]()
     for each in (module, few):
         monkeypatch.setattr(each, "compiled", noted(launched))
 
-    def launches(rows: int, depth: int = 256, width: int = 2880, *, is_packed: bool = False) -> str:
+    def launches(rows: int, depth: int = 512, width: int = 2880, group: int = 0) -> str:
         launched.clear()
         w = mx.zeros((width, depth), mx.bfloat16)
-        matrix: few.Matrix = tuple(mx.quantize(w, 64, 4)) if is_packed else (w,)
+        matrix: few.Matrix = tuple(mx.quantize(w, group, 4)) if group else (w,)
         made = few_rows(mx.zeros((rows, 1, depth), mx.bfloat16), [matrix] * 2, heads=(2, 4))
         assert [each.shape for each in made] == [(rows, 2, 1, width // 2), (rows, 4, 1, width // 4)]
         few_rows(mx.zeros((rows, 1, depth), mx.bfloat16), [matrix] * 2, is_gated=True)
@@ -110,37 +121,42 @@ def test_it_serves_from_33_to_64_rows_of_16_bits_where_a_check_found_it_right(mo
     assert launches(64) == "few few"
     module.allow(is_right=True)
     assert [launches(rows) for rows in (32, 33, 64)] == ["few few", "wide wide", "wide wide"]
-    assert [launches(64, 264), launches(64, is_packed=True)] == ["few few", "few few"]
+    assert [launches(rows, width=8192, group=64) for rows in (32, 33, 64)] == ["few few", "wide wide", "wide wide"]
+    assert [launches(64, 264), launches(64, 256, 8192, 64), launches(64, width=8192, group=32)] == ["few few"] * 3
     # Blocks of 48 outputs, and of 32.
-    assert [launches(64, width=2160), launches(64, width=2048)] == ["wide wide", "few few"]
+    assert [launches(64, width=2160), launches(64, width=2048), launches(64, group=64)] == ["wide wide"] + [
+        "few few"
+    ] * 2
     module.allow(is_right=False)
     assert launches(64) == "few few"
 
 
+@pytest.mark.parametrize("bits", [16, 4])
 @pytest.mark.parametrize("wrong", ["", "gate", "sum", "beside"])
 def test_one_wrong_value_and_a_row_that_depends_on_others_are_noticed(
-    wrong: str, monkeypatch: pytest.MonkeyPatch
+    wrong: str, bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def products(x: mx.array, matrices: Any, *, is_gated: bool, added: mx.array | None) -> list[mx.array]:
-        sums = [
-            x.astype(mx.float32) @ (each[0] if isinstance(each, tuple) else each).astype(mx.float32).T
-            for each in matrices
-        ]
+    def products(x: mx.array, matrices: Any, *, is_gated: bool, added: Any) -> list[mx.array]:
+        how: Any = {"group_size": 64, "bits": 4}
+        values = [mx.dequantize(each[0], each[1], each[2], **how) if len(each) > 1 else each[0] for each in matrices]
+        sums = [x.astype(mx.float32) @ each.astype(mx.float32).T for each in values]
         return [(sums[0] * sums[1] if is_gated else sums[0] + added).astype(x.dtype)]
 
     def wide(x: mx.array, matrices: Any, _shapes: object, **how: Any) -> list[mx.array]:
         (made,) = products(x, matrices, **how)
-        if wrong == ("gate" if how["is_gated"] else "sum"):
+        is_its = len(matrices[0]) > 1 if bits == 4 else len(matrices[0]) == 1
+        if is_its and wrong == ("gate" if how["is_gated"] else "sum"):
             made[0, 20, -1] += 0.1
-        if wrong == "beside" and x.shape[1] == 40:
+        if is_its and wrong == "beside" and x.shape[1] == 40:
             made[0, 20, -1] *= 1 + 2**-7
         return [made]
 
     monkeypatch.setattr(checks, "_WIDE_CASES", ((96, 256, True), (96, 256, False)))
     monkeypatch.setattr(checks, "few_rows", products)
     monkeypatch.setattr(checks, "wide_rows", wide)
-    reasons = {"": "", "beside": "a row's wide products depend on the rows beside it"}
-    assert checks.why_wrong_wide() == reasons.get(wrong, "wide products differ from the others")
+    kind = "packed" if bits == 4 else "16 bits"
+    reasons = {"": "", "beside": f"a row's wide products of {kind} depend on the rows beside it"}
+    assert checks.why_wrong_wide() == reasons.get(wrong, f"wide products of {kind} differ from the others")
 
 
 @pytest.mark.parametrize(("is_hopper", "why", "serves"), [(True, "", True), (True, "wrong", False), (False, "", False)])
@@ -154,6 +170,6 @@ def test_it_is_chosen_on_hopper_where_its_check_finds_nothing(
     kernels = KernelChoice()
     with capture_logs() as logs:
         assert kernels.takes_few_rows()
-    assert module.serve(64, 256, [14_336], is_gated=True) == serves
+    assert module.serve(64, 256, [14_336], 0, is_gated=True) == serves
     assert kernels.has_failed == bool(why)
     assert [line["serves"] for line in logs] == ["few rows (CUDA)"] * bool(why)
