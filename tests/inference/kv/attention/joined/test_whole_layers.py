@@ -138,7 +138,7 @@ def by_steps(x: mx.array, weights: Any, step: StepPages, group: int, monkeypatch
         ((1,), 32, "q8", 512),
         (range(1, 1 + MAX_ROWS), 128, "exact", 512),
         ((9, 600), 64, "k8v4", 1024),
-        ((5, 300), 64, "q4", 2048),
+        ((5, 300), 128, "k8v4", 2048),
         ((5, 300, 257), 0, "exact", 512),
         (range(1, 1 + MAX_ROWS), 0, "k8v4", 1024),
     ],
