@@ -145,17 +145,18 @@ def _block_shape(sizes: LayerSizes, page_format: PageFormat) -> _BlockShape | No
         split = SplitGeometry(page_format, queries, True, warps=each, most_tile=64 if warps == 8 else 32)
         while parts > 1 and parts * split.shared_bytes > _ATTENTION_BYTES:
             parts //= 2
-        stage, others = _ring_bytes(sizes, warps, parts * split.shared_bytes)
+        stage, others = _ring_bytes(sizes, warps, key.dim, parts * split.shared_bytes)
         stages = min(_MOST_STAGES, (_SHARED_BYTES - others) // stage)
         if stages >= _LEAST_STAGES and not any(depth % (_EACH * warps) for depth in depths):
             return _BlockShape(warps, stages, parts, split, stages * stage + others)
     return None
 
 
-def _ring_bytes(sizes: LayerSizes, warps: int, attention_bytes: int) -> tuple[int, int]:
+def _ring_bytes(sizes: LayerSizes, warps: int, dim: int, attention_bytes: int) -> tuple[int, int]:
     """Of a stage of weights, and of all beside the ring."""
     own_x, sums = MAX_ROWS * (sizes.hidden + _X_PADDING) * 2, 4 * warps * MAX_ROWS * _SUM_STRIDE
-    others = 2 * sizes.hidden + 4 * (16 * MAX_ROWS + 16)  # a norm's weights, and sums of squares
+    # A norm's weights, sums of squares, and cosines and sines.
+    others = 2 * sizes.hidden + 4 * (16 * MAX_ROWS + 16) + 4 * MAX_ROWS * dim
     if not sizes.group:
         return 2 * warps * 16 * _EACH, others + max(sums + own_x, attention_bytes)
     stage = 2 * (warps * _SLICE + 2 * 32 * (_EACH * warps // sizes.group))

@@ -99,9 +99,9 @@ auto turn_heads = [&](int pass) {
     T* to = values + row * KV_WIDTH + (head - HEADS - KV_HEADS) * DIM;
     if (head < HEADS + KV_HEADS) {
       to = head < HEADS ? queries + row * Q_WIDTH + head * DIM : keys + row * KV_WIDTH + (head - HEADS) * DIM;
-      const float angle = float(own_places[row]) * frequencies[dim], cosine = kv_cosine(angle), sine = kv_sine(angle);
-      const float turned = left * cosine - right * sine;
-      right = left * sine + right * cosine;
+      const KvTurn turn = turns[row * (DIM / 2) + dim];
+      const float turned = left * turn.cosine - right * turn.sine;
+      right = left * turn.sine + right * turn.cosine;
       left = turned;
     }
     to[dim] = T(left);
@@ -113,14 +113,14 @@ auto turn_heads = [&](int pass) {
 auto attend = [&]() {
   const int part = kv_warp / PART_WARPS, warp = kv_warp % PART_WARPS;
   float* mine = room + part * (SPLIT_BYTES / 4);
-  // Whole splits of all rows come first: what a block takes besides are last ones, which have few tokens.
+  // Last splits come first: their rows are written, which takes as long as they, while other parts compute.
   auto splits_of = [&](int row, bool are_whole) { return are_whole ? own_places[row] / SPLIT_TOKENS : int(own_places[row] >= 0); };
   int wholes = 0, lasts = 0;
   for (int row = 0; row < rows; ++row) wholes += splits_of(row, true), lasts += splits_of(row, false);
   const int items = (wholes + lasts) * KV_HEADS;
   KV_ROLLED for (int item = kv_block_x + part * blocks; item < items && part < PARTS; item += PARTS * blocks) {
-    const bool is_whole = item < wholes * KV_HEADS;
-    int row = 0, split = item / KV_HEADS - (is_whole ? 0 : wholes);
+    const bool is_whole = item >= lasts * KV_HEADS;
+    int row = 0, split = item / KV_HEADS - (is_whole ? lasts : 0);
     while (split >= splits_of(row, is_whole)) split -= splits_of(row++, is_whole);
     const int head = item % KV_HEADS, place = own_places[row];
     if (!is_whole) split = place / SPLIT_TOKENS;
@@ -183,7 +183,16 @@ auto add_product = [&](int phase, int pass, const T* from, int depth, const T* a
 };
 
 if (thread < rows) own_places[thread] = places[thread];
+// Cosines and sines of all rows, which many passes take.
+constexpr int TURNS_EACH = (ROWS * DIM / 2 + THREADS - 1) / THREADS;
+float angles[TURNS_EACH];
+KV_UNROLL for (int e = 0; e < TURNS_EACH; ++e) {
+  const int i = e * THREADS + thread;
+  angles[e] = i < rows * (DIM / 2) ? float(places[i / (DIM / 2)]) * frequencies[i % (DIM / 2)] : 0.0f;
+}
 bring(norm_in, FIRST_STAGES);  // copies of all would keep the norm from the rows that it reads
+KV_UNROLL for (int e = 0; e < TURNS_EACH; ++e)
+  if (e * THREADS + thread < rows * (DIM / 2)) turns[e * THREADS + thread] = KvTurn{kv_cosine(angles[e]), kv_sine(angles[e])};
 _Pragma("unroll (UNROLLED)") for (int half = 0; half < 2; ++half) {
   norm(half ? h : x, settings[1 + half]);
   if (half == 0) {

@@ -10,7 +10,8 @@ kv_u32x4* const near_norm = (kv_u32x4*)(ring + STAGES * STAGE);
 float* const sums = (float*)near_norm + HIDDEN / 2;
 float* const squares = sums + WARPS * ROWS * KV_SUM_STRIDE;
 int* const own_places = (int*)(squares + 16 * ROWS);  // small arrays are the host's memory, which is far
-float* const room = squares + 16 * ROWS + 16;  // rows of x, or room for attention
+KvTurn* const turns = (KvTurn*)(squares + 16 * ROWS + 16);
+float* const room = (float*)(turns + ROWS * DIM / 2);  // rows of x, or room for attention
 kv_u16* const own_x = (kv_u16*)room;
 
 int left_steps = 0, turn_steps = 0, stage_steps = TURNED_STEPS, made_phase = 0, made_pass = kv_block_x, made_depth = 0;

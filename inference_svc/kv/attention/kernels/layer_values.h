@@ -7,7 +7,8 @@ kv_u16* const ring = (kv_u16*)kv_shared + kv_warp * STAGES * KV_VALUES_STAGE;
 kv_u32x4* const near_norm = (kv_u32x4*)((kv_u16*)kv_shared + WARPS * STAGES * KV_VALUES_STAGE);
 float* const squares = (float*)near_norm + HIDDEN / 2;
 int* const own_places = (int*)(squares + 16 * ROWS);  // small arrays are the host's memory, which is far
-float* const room = squares + 16 * ROWS + 16;  // for attention, or for sums and rows of x
+KvTurn* const turns = (KvTurn*)(squares + 16 * ROWS + 16);
+float* const room = (float*)(turns + ROWS * DIM / 2);  // for attention, or for sums and rows of x
 float* const sums = room;
 kv_u16* const own_x = (kv_u16*)(sums + WARPS * ROWS * KV_SUM_STRIDE);
 

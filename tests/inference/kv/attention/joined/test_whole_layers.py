@@ -310,7 +310,7 @@ def test_a_device_that_processes_share_computes_no_whole_layers(
         ("sum[h][n][j];\n  kv_group_barrier();", "sum[h][n][j];"),
         ("lane % 4;\n  kv_group_barrier();", "lane % 4;"),
         ("  kv_grid_barrier(counters);\n  if (half == 0) {", "  if (half == 0) {"),
-        ("float(own_places[row])", "float(own_places[row] + 1)"),
+        ("float(places[i / (DIM / 2)])", "float(places[i / (DIM / 2)] + 1)"),
         ("bring(norm_after, 0);", "bring(norm_in, 0);"),
         (" + moved * SCALES", ""),
         ("second + row - half", "second + row"),
