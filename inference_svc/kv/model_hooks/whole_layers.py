@@ -34,6 +34,7 @@ _WARPS = ((16, 8), (16, 4), (8, 8))  # of a block, and of its parts that attend;
 _SHARED_BYTES, _ATTENTION_BYTES = 224 << 10, 96 << 10
 _LEAST_STAGES, _MOST_STAGES = 4, 24
 _GROUPS = (32, 64, 128)
+_MOST_OF_VALUES = 4096  # hidden ones, of several rows
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _OPENED = ("gate_proj", "up_proj", "down_proj")
 _DRIVER = "libcuda.so.1"
@@ -176,6 +177,8 @@ def why_not(sizes: LayerSizes, slots: int, page_format: PageFormat, dtype: mx.Dt
         return "heads of a kind that it does not know"
     if sizes.heads // key.kv_heads > 16 or sizes.group not in (0, *_GROUPS):
         return "more heads, or groups of another size, than it knows"
+    if not sizes.group and sizes.hidden > _MOST_OF_VALUES and slots > 1:
+        return "rows of values that leave room for eight warps, which take longer than kernels one by one"
     return "" if _block_shape(sizes, page_format) else "sizes that its blocks have no room for"
 
 

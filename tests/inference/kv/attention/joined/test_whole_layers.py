@@ -223,6 +223,8 @@ def test_rows_sizes_and_pages_that_do_not_fit_are_refused() -> None:
     assert why_not(replace(sizes, group=16), 1, pages, mx.bfloat16)
     assert why_not(replace(sizes, hidden=4096 + 64), 1, pages, mx.bfloat16)
     assert why_not(replace(sizes, hidden=16_384), 8, pages, mx.bfloat16)
+    wide = replace(sizes, hidden=5120, group=0)
+    assert [bool(why_not(wide, slots, pages, mx.bfloat16)) for slots in (1, 2, 8)] == [False, True, True]
 
 
 @pytest.mark.long(5)
