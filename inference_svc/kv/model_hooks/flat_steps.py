@@ -2,6 +2,7 @@
 takes as long for the changes of shape, and for a number that it makes an array of, as for the sums. No bit changes.
 """
 
+import sys
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
@@ -11,7 +12,6 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.normalization import RMSNorm
 
 from inference_svc.kv.batch.decoded_layer import DecodedLayer
-from inference_svc.kv.model_hooks import attention_hook
 from inference_svc.kv.model_hooks.constants import constant
 from inference_svc.kv.model_hooks.joined_steps import is_attention, with_call
 from inference_svc.kv.model_hooks.quick_swiglu import is_quick, swiglu
@@ -53,7 +53,8 @@ def _attention_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None)
         rotated = self.rope(joint[:, : ends[1]], offset=cache.offset)
         queries, keys = rotated[:, : ends[0]], rotated[:, ends[0] :]
     keys, values = cache.update_and_fetch(keys, joint[:, ends[1] :])
-    attended = attention_hook.attention(queries, keys, values, cache=cache, scale=self.scale, mask=mask)
+    attend = sys.modules[type(self).__module__].scaled_dot_product_attention  # type: ignore[attr-defined]
+    attended = attend(queries, keys, values, cache=cache, scale=self.scale, mask=mask)
     flat = attended.reshape(rows, 1, -1)
     return unpadded(self.o_proj.rows(padded(flat)), flat)
 
