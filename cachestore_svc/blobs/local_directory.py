@@ -38,6 +38,7 @@ class LocalDirectory:
         self.root = root
         self.disk = disk
         self._opened: dict[str, LocalBlobs] = {}
+        self._made: dict[Path, bool] = {}
 
     @property
     def where(self) -> str:
@@ -63,17 +64,19 @@ class LocalDirectory:
         """The blobs of a place, which may have none."""
         # One object for a directory: its locks are in it.
         if name not in self._opened:
-            self._opened.setdefault(name, LocalBlobs(self.root / name, self.disk))
+            self._opened.setdefault(name, LocalBlobs(self.root / name, self.disk, self._made))
         return self._opened[name]
 
 
 class LocalBlobs:
-    def __init__(self, directory: Path, disk: Disk) -> None:
+    """`made`: directories that are durable, and whether a disk was mounted at each."""
+
+    def __init__(self, directory: Path, disk: Disk, made: dict[Path, bool]) -> None:
         self._directory = directory
         self._shelves = directory / "blobs"
         self._handed = directory / HANDED
         self._disk = disk
-        self._durable_directories: set[Path] = set()
+        self._made = made
         self._durable_shelves: set[str] = set()
         self._shelf_paths: dict[str, Path] = {}  # making a path from its text takes as long as to open a file
         self._locks: dict[int, threading.Lock] = {}  # made at the first need: most namespaces only rest
@@ -83,15 +86,13 @@ class LocalBlobs:
         return self._directory.name
 
     def exists(self) -> bool:
-        return self._shelves.is_dir()
+        places = self._directory.parent, self._directory, self._shelves
+        return self._shelves.is_dir() and all(os.path.ismount(each) for each in places if self._made.get(each))
 
     def prepare(self, hashes: Sequence[str]) -> None:
-        """Make the directories in which the blobs lie; those above them are synced once. They are made again where
-        somebody removed them, but not where their own directory is gone, too: that is a disk that is away.
-        """
-        if self._durable_shelves and not self.exists() and self._directory.is_dir():
+        """Make the directories in which the blobs lie; those above them are synced once."""
+        if self._durable_shelves and not self.exists():
             self._durable_shelves.clear()
-            self._durable_directories.discard(self._shelves)
         new = {hash_[:2] for hash_ in hashes} - self._durable_shelves
         if not new:
             return
@@ -209,11 +210,18 @@ class LocalBlobs:
         path = self._path(aside.hash)
         return path.with_name(f"{aside.hash}.aside-{aside.since_unix_ms}")
 
-    def _make_durable(self, *directories: Path) -> None:
-        for directory in (self._directory.parent, self._directory, *directories):
-            if directory not in self._durable_directories:
-                self._disk.make_directory(directory)
-                self._durable_directories.add(directory)
+    def _make_durable(self, directory: Path) -> None:
+        """It is made again where somebody removed it, but not where those above are gone, too, or a disk that was
+        mounted there: that disk is away, and files below it would be out of sight when it is back.
+        """
+        for each in (self._directory.parent, self._directory, directory):
+            was_mounted = self._made.get(each)
+            if was_mounted is not None and each.is_dir() and (not was_mounted or os.path.ismount(each)):
+                continue
+            if was_mounted or (was_mounted is not None and each != directory):
+                raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+            self._disk.make_directory(each)
+            self._made[each] = os.path.ismount(each)
 
     def _read_unless_longer(self, path: Path, most_bytes: int) -> memoryview | None:
         with suppress(OSError):

@@ -84,6 +84,36 @@ def test_a_disk_that_is_away_has_lost_no_blob(lab: Lab) -> None:
             store.blobs.read(NS, digest)
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2], ids=["of blobs", "the namespace's", "the store's"])
+def test_nothing_is_written_where_a_disk_was_mounted_that_is_away(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    """It would lie on the disk below, out of sight once the disk is back, and what lies there would be damaged."""
+    (digest, data), manifest, away = a_block(), SyntheticAgent(SMALL, 1).turn(30), lab.root.with_name("away")
+    shelves = lab.directory_of(NS) / "blobs"
+    place = (shelves, *shelves.parents)[depth]
+    mounts, numbered = {place}, (Digest.of(str(number).encode()) for number in range(1 << 14))
+    on_shelf = next(each for each in numbered if each.hash[:2] == digest.hash[:2])
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) in mounts)
+    with lab.open() as store:
+        write(store, digest, data, BlobKind.TENSORS)
+        place.rename(away)
+        place.mkdir()
+        mounts.clear()
+        with pytest.raises(Unavailable):
+            store.blobs.read(NS, digest)
+        for each, namespace in ((on_shelf, NS), (manifest.manifest_digest, NS if depth < 2 else "another")):
+            with pytest.raises(Unavailable) as refused:
+                store.blobs.open_writer(namespace, each, BlobKind.MANIFEST)
+            assert refused.value.reason == "DISK_FAILED"
+        assert list(place.iterdir()) == []
+        place.rmdir()
+        away.rename(place)
+        mounts.add(place)
+        assert bytes(store.blobs.read(NS, digest)) == data
+        write(store, manifest.manifest_digest, manifest.manifest_bytes, BlobKind.MANIFEST)
+
+
 def test_a_directory_of_blobs_that_somebody_removed_is_made_again_for_the_next_one(lab: Lab) -> None:
     """Every write was a failure of the disk until the store's next start."""
     (digest, data), manifest = a_block(), SyntheticAgent(SMALL, 1).turn(30)
