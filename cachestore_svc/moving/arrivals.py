@@ -153,7 +153,7 @@ class Arrival:
         if self._known.is_owned and ours is not None and not is_newer and not is_copy:
             await self._copies.check_ancestor(self._remote, wanted, ours)
         self._named += offered.everything
-        async with aclosing(self._copies.fetch(self._remote, wanted, offered.digests)) as steps:
+        async with aclosing(self._copies.fetch(self._remote, wanted, offered)) as steps:
             async for progress in steps:
                 await self._bringing.check_room(self._coming, offered, progress, is_dry_run=order.is_dry_run)
                 self._progress[line.kv_identity_hash] = progress

@@ -8,14 +8,13 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from kvasir.clients import AioStoreClient
 from kvasir.clients.aio.blob_transfers import side_by_side
 from kvasir.clients.store_client_transfers import striped
 from kvasir.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument, KvasirError, Unavailable
-from kvasir.formats import manifest as manifests
-from kvasir.formats.block_hash import kv_identity_hash
 from kvasir.formats.digest import Digest
 from kvasir.waits import LOOK_S, PAUSE_S
 
@@ -25,6 +24,7 @@ from cachestore_svc.moving.inbound import BlobIntake, Stored
 from cachestore_svc.moving.manifest_room import ManifestRoom
 from cachestore_svc.moving.peering.peers import errors_of_peer
 from cachestore_svc.store.aio_store import AioStore
+from cachestore_svc.store.snapshots import KnownManifest, bytes_of
 
 _MAX_CUTS = 5
 MAX_PEER_PAGES = 100  # Of a thousand versions each. A peer whose list goes on is given up.
@@ -57,13 +57,26 @@ class LineOrder:
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """What a peer has, once its manifest is here."""
+    """What a peer has. Its manifest has been read; it is stored with the blobs that it names."""
 
     version: int
     manifest: Digest
-    kv_identity_hash: str
-    parent_manifest: str
+    data: bytes
+    known: KnownManifest
     digests: Sequence[Digest]
+
+    @property
+    def kv_identity_hash(self) -> str:
+        return self.known.facts.kv_identity_hash
+
+    @property
+    def parent_manifest(self) -> str:
+        return self.known.facts.parent
+
+    @property
+    def kept_bytes(self) -> int:
+        """Beside its digests."""
+        return len(self.data) + bytes_of(self.known)
 
     @property
     def everything(self) -> Sequence[Digest]:
@@ -77,21 +90,21 @@ class LineCopies:
         self._stall_timeout_s = stall_timeout_s
 
     async def take_offer(self, remote: AioStoreClient, order: LineOrder, room: AsyncExitStack) -> Offered:
-        """Read and store the peer's manifest. `room` has what its list of blobs takes."""
+        """Read the peer's manifest, also for its commit. `room` has its kept bytes."""
         with errors_of_peer(order.peer):
-            theirs, manifest_bytes = await remote.get_snapshot(order.agent_id, order.kv_identity_hash, order.version)
-        digest = Digest.of(manifest_bytes)
+            theirs, data = await remote.get_snapshot(order.agent_id, order.kv_identity_hash, order.version)
+        digest = Digest.of(data)
         if digest.hash != theirs.manifest.hash:
             raise DataLoss(f"peer {order.peer}: its manifest's bytes are not those of its digest")
+        reading = partial(self._store.snapshots.known, order.namespace, digest, data, bind_shared=False)
         try:
-            manifest = await self._store.threads.run(order.namespace, manifests.parse, manifest_bytes)
+            known = await self._store.threads.run(order.namespace, reading)
         except InvalidArgument as error:
             raise DataLoss(f"peer {order.peer}: {error.message}", reason=error.reason) from None
-        digests = manifests.digests(manifest)
-        self.manifests.keep_list(room, order.namespace, len(digests))
-        await self.store_bytes(order.namespace, digest, manifest_bytes, BlobKind.MANIFEST)
-        kv_hash = kv_identity_hash(manifest.kv_identity)
-        return Offered(theirs.version, digest, kv_hash, manifest.parent_manifest, digests)
+        digests = list(dict.fromkeys(need.digest for need in known.facts.named))
+        offered = Offered(theirs.version, digest, data, known, digests)
+        self.manifests.keep_list(room, order.namespace, len(digests), offered.kept_bytes)
+        return offered
 
     async def check_ancestor(self, remote: AioStoreClient, order: LineOrder, ours: SnapshotVersion) -> None:
         """The agent's newest version here may be followed by theirs only if theirs grew out of it."""
@@ -115,15 +128,29 @@ class LineCopies:
             f"peer {order.peer}: its list of versions does not end", reason="PEER_FAILED", retry_after_s=60
         )
 
-    async def fetch(
-        self, remote: AioStoreClient, order: LineOrder, wanted: Sequence[Digest]
-    ) -> AsyncGenerator[Progress, None]:
-        """Get the missing blobs. After a cut, durable ones are not sent again, and a part goes on at its offset."""
+    async def fetch(self, remote: AioStoreClient, order: LineOrder, offered: Offered) -> AsyncGenerator[Progress, None]:
+        """Get the missing blobs, and store the manifest beside them, unless the caller stops at the first progress."""
+        wanted = offered.digests
         progress = Progress(len(wanted), sum(digest.size_bytes for digest in wanted))
         missing = await self.missing(order.namespace, wanted)
         progress.count(missing)
         progress.blobs_skipped = progress.blobs_done
         yield progress
+        manifest = order.namespace, offered.manifest, offered.data, BlobKind.MANIFEST
+        storing = asyncio.create_task(self.store_bytes(*manifest))
+        try:
+            async with aclosing(self._fetch(remote, order, missing, progress)) as steps:
+                async for _ in steps:
+                    yield progress
+            await storing
+        finally:
+            storing.cancel()
+            await asyncio.gather(storing, return_exceptions=True)
+
+    async def _fetch(
+        self, remote: AioStoreClient, order: LineOrder, missing: Sequence[Digest], progress: Progress
+    ) -> AsyncGenerator[None, None]:
+        """After a cut, durable blobs are not sent again, and a part goes on at its offset."""
         cuts, others, now_s, next_s = 0, _OtherWriters(self._stall_timeout_s), asyncio.get_running_loop().time, 0.0
         while missing:
             batch = missing[:MAX_DIGESTS_PER_REQUEST]
@@ -136,7 +163,7 @@ class LineCopies:
                         progress.bytes_done += sum(digest.size_bytes for digest in some)
                         if progress.blobs_done == progress.blobs_total or now_s() >= next_s:
                             next_s = now_s() + PAUSE_S
-                            yield progress
+                            yield None
                 missing = missing[len(batch) :]
             except Unavailable:
                 cuts += 1

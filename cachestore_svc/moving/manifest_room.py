@@ -37,10 +37,13 @@ class ManifestRoom:
     def answering(self, namespace: str, size_bytes: int) -> AbstractAsyncContextManager[None]:
         return self.room.held_for(namespace, ANSWERED_PER_BYTE * size_bytes)
 
-    def keep_list(self, room: AsyncExitStack, namespace: str, blobs: int) -> None:
-        """Charge a manifest's list of blobs until `room` closes; without a wait, as parsing gives back more."""
-        self.room.take(namespace, _LISTED_BLOB_BYTES * blobs)
-        room.callback(self.room.give_back, namespace, _LISTED_BLOB_BYTES * blobs)
+    def keep_list(self, room: AsyncExitStack, namespace: str, blobs: int, beside_bytes: int = 0) -> None:
+        """Charge a manifest's list of blobs, and bytes kept beside it, until `room` closes; without a wait, as
+        parsing gives back more.
+        """
+        units = _LISTED_BLOB_BYTES * blobs + beside_bytes
+        self.room.take(namespace, units)
+        room.callback(self.room.give_back, namespace, units)
 
     def listing(self, namespace: str, token_count: int) -> AbstractAsyncContextManager[None]:
         blobs = token_count // _TOKENS_PER_BLOB + 1 + MAX_STATES

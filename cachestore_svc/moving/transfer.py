@@ -4,7 +4,7 @@ are missing, with bounded memory, and ends in one commit; an interrupted one lea
 
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvasir.clients import AioStoreClient
@@ -25,6 +25,7 @@ from cachestore_svc.moving.outbound import BlobReader, BlobSource
 from cachestore_svc.moving.peering.peers import Peers, errors_of_peer
 from cachestore_svc.pairing.rights import Verb
 from cachestore_svc.store.aio_store import AioStore
+from cachestore_svc.store.snapshots import KnownManifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ class Transfers:
             await room.enter_async_context(self.copies.kept(order.namespace, offered.everything))
             about = order.namespace, order.peer, order.local_agent_id
             coming = room.enter_context(self._bringing.counted(*about, is_given=order.is_given))
-            async with aclosing(self.copies.fetch(remote, line, offered.digests)) as steps:
+            async with aclosing(self.copies.fetch(remote, line, offered)) as steps:
                 async for progress in steps:
                     await self._bringing.check_room(coming, offered, progress, is_dry_run=order.is_dry_run)
                     yield progress
@@ -113,8 +114,12 @@ class Transfers:
             coming.has_come = not order.only_bytes
         if order.only_bytes:
             return
-        made = order.namespace, order.local_agent_id, offered.manifest, newest, Origin.PULL
-        yield await self._commit(*made, f"{order.peer}/{order.agent_id}@{offered.version}", given_by)
+        made = order.namespace, order.local_agent_id, offered.manifest, newest
+        detail = f"{order.peer}/{order.agent_id}@{offered.version}"
+        terms = CommitTerms(origin=Origin.PULL, origin_detail=detail, owner_generation=given_by)
+        async with AsyncExitStack() as room:  # an engine's lease may be waited for
+            self.manifests.keep_list(room, order.namespace, len(offered.digests), offered.kept_bytes)
+            yield await self._commit(*made, terms, offered.known)
 
     async def _given_by(self, order: PullOrder, there: Any, is_copy: bool) -> int | None:
         """The generation of the owner whose copy here is renewed; None if the copy has another name."""
@@ -157,7 +162,8 @@ class Transfers:
         async with AsyncExitStack() as room:
             described = await self._take_archive(namespace, pieces, room)
         head = await self._imported_onto(namespace, agent_id, replace)
-        return await self._commit(namespace, agent_id, described.manifest, head, Origin.IMPORT, described.agent_id)
+        terms = CommitTerms(origin=Origin.IMPORT, origin_detail=described.agent_id)
+        return await self._commit(namespace, agent_id, described.manifest, head, terms)
 
     async def _take_archive(self, namespace: str, pieces: AsyncIterable[bytes], room: AsyncExitStack) -> _Described:
         """Store all that an archive holds. `room` has what its list of blobs takes, for as long as it is read."""
@@ -213,23 +219,16 @@ class Transfers:
         agent_id: str,
         manifest: Digest,
         head: SnapshotVersion | None,
-        origin: Origin,
-        origin_detail: str,
-        owner_generation: int | None = None,
+        terms: CommitTerms,
+        known: KnownManifest | None = None,
     ) -> SnapshotVersion:
         """Make the imported or pulled snapshot the newest version, once no engine answers from the one before."""
-        terms = CommitTerms(
-            origin=origin,
-            origin_detail=origin_detail,
-            parent_manifest=head.manifest if head else None,
-            owner_generation=owner_generation,
-        )
+        terms = replace(terms, parent_manifest=head.manifest if head else None)
 
         async def commit() -> SnapshotVersion:
             async with self.manifests.parsing(namespace, manifest.size_bytes):
-                return await self._store.run_if_awaited(
-                    namespace, self._store.snapshots.commit, *(agent_id, manifest, head.version if head else 0, terms)
-                )
+                asked = agent_id, manifest, head.version if head else 0, terms, known
+                return await self._store.run_if_awaited(namespace, self._store.snapshots.commit, *asked)
 
         return await self._store.once_free(namespace, agent_id, None, commit)
 

@@ -11,6 +11,7 @@ from kvasir.names import check_agent_id
 
 from cachestore_svc.blobs.known_manifests import KnownManifest as KnownManifest
 from cachestore_svc.blobs.known_manifests import KnownManifests
+from cachestore_svc.blobs.known_manifests import bytes_of as bytes_of
 from cachestore_svc.core.core import Core
 from cachestore_svc.core.stored_blobs import read_blob
 from cachestore_svc.facts import records
