@@ -9,11 +9,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from inference_svc.kv.attention import host_copy
+from inference_svc.kv.attention import failed_copies, host_copy
 from tests.inference.kv.attention.device.coming_files import PlayedDriver, play
 
 UNITS = 3 << 10
 REAL_LANDINGS = host_copy._landings
+REAL_TRIAL = host_copy._comes_back
 
 
 @pytest.fixture
@@ -101,6 +102,21 @@ def test_copies_of_what_is_given_up_are_not_begun(driver: PlayedDriver) -> None:
     assert arrived(held)
     assert arrived(host_copy.send(rows_of(3)))
     assert driver.copies == 2 * 4 * 2, "of four rows two pieces each"
+
+
+@pytest.mark.parametrize("refused", range(5))
+def test_a_start_tries_again_to_copy_from_the_device_and_tells_which_memory_was_refused(
+    driver: PlayedDriver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], refused: int
+) -> None:
+    """One refusal in a start of an engine made every copy of its memories slow."""
+    monkeypatch.setattr(host_copy, "_comes_back", REAL_TRIAL.__wrapped__)
+    driver.error, driver.errors_left = 1, refused
+    assert (host_copy.takes_out(), failed_copies.out.is_refused) == (refused < 3, refused >= 3)
+    printed = capsys.readouterr().out
+    assert printed.count("host_copy.out_failed") == min(refused, 3)
+    facts = "error 1, 4096 bytes at 100 of bytes 1048576, kind 2, device 0, managed 1"
+    assert printed.count(facts) == min(refused, 3) + (refused >= 3)
+    failed_copies.out.in_a_row = 0
 
 
 def test_who_drops_rows_leaves_room_for_others(driver: PlayedDriver) -> None:
