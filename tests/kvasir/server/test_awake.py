@@ -78,6 +78,8 @@ def test_calls_of_the_store_that_keep_it_awake_are_calls_that_it_serves() -> Non
 def test_an_engine_holds_it_awake_while_it_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = play(tmp_path, monkeypatch)
     with running_house(tmp_path / "house") as house, house.client() as client:
-        while not runs.exists():
+        give_up = time.monotonic() + 20
+        while not runs.exists() and time.monotonic() < give_up:
             client.reply(prompt="Tell me a long story.", sampling={"max_tokens": 400})
+        assert runs.exists()
         wait_until(runs, exists=False)
