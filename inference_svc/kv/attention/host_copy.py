@@ -24,11 +24,13 @@ from weakref import WeakSet
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+import structlog
 
 from inference_svc.kv.attention import failed_copies
 from inference_svc.kv.attention.fused import compiled, cuda_compiler
 from inference_svc.kv.attention.kernels import KernelSource
 
+_LOG = structlog.get_logger(__name__)
 T = TypeVar("T")
 Units = npt.NDArray[np.generic]
 Run: TypeAlias = tuple[int, int]  # an address on the device, and bytes
@@ -409,9 +411,13 @@ def _is_sound() -> bool:
     try:
         arrived = _copied_to_device([*sent])
         found = _copied_to_host(arrived)
-    except (OSError, RuntimeError):  # no such library, or it refuses: then MLX's way, which is slower
-        return False
-    return bool(mx.array_equal(arrived, mx.array(sent)).item()) and np.array_equal(found, sent)
+        if bool(mx.array_equal(arrived, mx.array(sent)).item()) and np.array_equal(found, sent):
+            return True
+        why = "other bytes arrived"
+    except (OSError, RuntimeError) as error:  # no such library, or it refuses
+        why = f"{type(error).__name__}: {error}"
+    _LOG.warning("host_copy.refused", why=why)  # then MLX's way, which is slower
+    return False
 
 
 @cache
@@ -436,7 +442,9 @@ def _came_back() -> bool:
     mx.synchronize()
     runs = [(address, half), (address + half, sent.nbytes - half)]
     begin_out(lambda: copy_out(runs, found.data.cast("B"))).result()
-    return np.array_equal(found, sent)
+    if not np.array_equal(found, sent):
+        failed_copies.out.refuse(RuntimeError("other bytes arrived than lie on the device"))
+    return not failed_copies.out.is_refused
 
 
 @cache

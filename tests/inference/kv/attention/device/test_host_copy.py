@@ -14,7 +14,7 @@ from tests.inference.kv.attention.device.coming_files import PlayedDriver, play
 
 UNITS = 3 << 10
 REAL_LANDINGS = host_copy._landings
-REAL_TRIAL = host_copy._comes_back
+REAL_TRIAL, REAL_CHECK = host_copy._comes_back, host_copy._is_sound
 
 
 @pytest.fixture
@@ -117,6 +117,24 @@ def test_a_start_tries_again_to_copy_from_the_device_and_tells_which_memory_was_
     facts = "error 1, 4096 bytes at 100 of bytes 1048576, kind 2, device 0, managed 1"
     assert printed.count(facts) == min(refused, 3) + (refused >= 3)
     failed_copies.out.in_a_row = 0
+
+
+@pytest.mark.parametrize("fault", ["", "refused", "other bytes"])
+def test_a_start_tells_why_threads_copy_nothing(
+    driver: PlayedDriver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fault: str
+) -> None:
+    """Both trials fell back to MLX's slower way without a word in the log."""
+    monkeypatch.setattr(host_copy, "_comes_back", REAL_TRIAL.__wrapped__)
+    monkeypatch.setattr(host_copy, "_is_sound", REAL_CHECK.__wrapped__)
+    if fault:
+        monkeypatch.setattr(driver, "cuMemcpyDtoH_v2", lambda *_: fault == "refused")
+    assert host_copy.copies_itself() is (fault == "")
+    assert ("host_copy.refused" in capsys.readouterr().out) is (fault != "")
+    monkeypatch.setattr(host_copy, "_is_sound", lambda: True)
+    if fault == "other bytes":
+        monkeypatch.setattr(driver, "cuMemcpyDtoHAsync_v2", lambda *_: 0)
+        assert not host_copy.takes_out()
+        assert capsys.readouterr().out.count("other bytes") == 1
 
 
 def test_who_drops_rows_leaves_room_for_others(driver: PlayedDriver) -> None:
