@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -193,6 +194,8 @@ def test_a_load_is_sent_to_mlx_lms_server_too_and_shown_beside_it(cli: Cli, tmp_
     assert 0.8 * found["reply_tokens"] <= peer["reply_tokens"] <= 1.25 * found["reply_tokens"]
     assert found["ratios"]["wall_s"] == found["wall_s"] / peer["wall_s"]
     assert len(list((tmp_path / "plots").iterdir())) == 4
+    by_wheel = cli.done("bench", "load", *options[:8], "--mlx-lm", "kvasir-tiny", "--wheels-blas", "--json").value
+    assert sys.platform != "linux" or by_wheel["peer"]["serves"].endswith("in float32 by the reference BLAS")
     write_encoder(tmp_path / "encoder")
     left_out = cli.done("bench", "load", *options[:8], "--mlx-lm", tmp_path / "encoder")
     assert "mlx_lm.server was left out: " in left_out.out

@@ -64,6 +64,12 @@ MlxLmOption = Annotated[
         metavar="MODEL",
     ),
 ]
+WheelsBlasOption = Annotated[
+    bool,
+    option(
+        "With --mlx-lm: by the BLAS of MLX's wheel, as pip installs it, in place of this machine's.", "--wheels-blas"
+    ),
+]
 HttpOption = Annotated[
     str | None,
     option("A server with /v1/chat/completions, Kvasir's or another, in place of gRPC.", metavar="URL"),
@@ -115,6 +121,7 @@ class ServerOptions:
     """Other servers than the home's engine."""
 
     mlx_lm: MlxLmOption = ""
+    wheels_blas: WheelsBlasOption = False
     http: HttpOption = None
     model: ModelOption = None
     api_key_file: ApiKeyFileOption = None
@@ -144,7 +151,7 @@ def load(caller: Caller, options: LoadOptions, servers: ServerOptions, plots: Pl
     scope = options.scope()
     target = _grpc(caller) if servers.http is None else _http(servers.http, servers)
     with progress(caller, "turns arrive", plots) as say:
-        results = asyncio.run(_measured(target, scope, servers.mlx_lm, say))
+        results = asyncio.run(_measured(target, scope, servers, say))
     show(caller, results, report, plots)
     if not results["end_to_end_s"]["count"]:
         raise typer.Exit(PROBLEMS)
@@ -160,19 +167,22 @@ _Named = tuple[str, run.LoadTarget]
 
 
 async def _measured(
-    target: AbstractAsyncContextManager[_Named], scope: run.LoadScope, mlx_lm: str, say: Callable[[str], None]
+    target: AbstractAsyncContextManager[_Named],
+    scope: run.LoadScope,
+    servers: ServerOptions,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Results of the target, and then of mlx_lm.server if a model is given for it."""
     async with target as (name, server):
         counted = await run.tokens_per_word(server, scope)
         found = await run.run(server, scope, say, tokens_per_word=counted)
     results = {"settings": scope.settings, "name": name, **found, "prompt_tokens_are_guessed": counted is None}
-    if not mlx_lm:
+    if not servers.mlx_lm:
         return results
     from kvasir_bench.load import mlx_lm_server
 
     say("the same turns at mlx_lm.server")
-    peer = await mlx_lm_server.measured(mlx_lm, scope, counted, say)
+    peer = await mlx_lm_server.measured(servers.mlx_lm, scope, counted, say, wheels_blas=servers.wheels_blas)
     return results | {"peer": peer, "ratios": report.ratios(results, peer)}
 
 

@@ -17,15 +17,23 @@ from kvasir_bench.load import run
 from kvasir_bench.load.http import HttpTarget, connected
 
 NAME = "mlx_lm.server"
+_MODULE = "kvasir_bench.engine.mlx_lm_server"
+# Behind MLX no other BLAS than its wheel's is loaded.
+_BY_WHEEL = f"import runpy, mlx.core; runpy.run_module({_MODULE!r}, run_name='__main__')"
 
 
 async def measured(
-    model: str, scope: run.LoadScope, tokens_per_word: float | None, say: Callable[[str], None]
+    model: str,
+    scope: run.LoadScope,
+    tokens_per_word: float | None,
+    say: Callable[[str], None],
+    *,
+    wheels_blas: bool = False,
 ) -> dict[str, Any]:
     """The load's results of mlx_lm.server, and how it `serves`; or why it was `left_out`: it may not know the model."""
     try:
         with Scratch("kvasir-bench-mlx-lm-") as logs:
-            async with serving(model, scope.at_once or 0, logs) as target:
+            async with serving(model, scope.at_once or 0, logs, wheels_blas=wheels_blas) as target:
                 await run.tokens_per_word(target, scope)  # it answers now, and has compiled what it compiles
                 found = await run.run(target, scope, say, tokens_per_word=tokens_per_word)
                 return {"name": NAME, "serves": (logs / "out").read_text().strip(), **found}
@@ -34,11 +42,12 @@ async def measured(
 
 
 @asynccontextmanager
-async def serving(model: str, rows: int, logs: Path) -> AsyncGenerator[HttpTarget, None]:
+async def serving(model: str, rows: int, logs: Path, *, wheels_blas: bool = False) -> AsyncGenerator[HttpTarget, None]:
     """The server, until the block's end. Raises Unavailable with its last line."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    argv = [sys.executable, "-Pm", "kvasir_bench.engine.mlx_lm_server", model, str(port), str(rows)]
+    program = ["-Pc", _BY_WHEEL] if wheels_blas else ["-Pm", _MODULE]
+    argv = [sys.executable, *program, model, str(port), str(rows)]
     with _process(argv, logs) as process:
         async with connected(f"http://127.0.0.1:{port}", "default_model", "") as target:
             try:
