@@ -89,7 +89,7 @@ test-wheels: install ## All wheels for Apple silicon are there, on Python 3.11 t
 bench: install   ## Measure store, engine and KV policies on a quiet machine; pictures in out/bench
 	@missed=0; \
 	$(BIN)/kvasir bench store || missed=1; \
-	$(BIN)/kvasir bench engine --peer mlx-lm --plots out/bench || missed=1; \
+	$(BIN)/kvasir bench engine --peer mlx-lm --plots out/bench --keep out/bench/engine.json || missed=1; \
 	$(BIN)/kvasir bench quality || missed=1; \
 	exit $$missed
 

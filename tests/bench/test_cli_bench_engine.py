@@ -1,7 +1,10 @@
 """`kvasir bench engine` measures every case, and says it under the names in its help. No timing is asserted."""
 
 import json
+import os
 import re
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,9 @@ from kvasir_bench.engine.report import PICTURES, lines, plots
 from kvasir_bench.pictures import series
 from kvasir_bench.tables import cells, markdown_table
 
-from tests.cli.running import Cli
+from tests.cli.running import KVASIR, Cli
 from tests.inference.engine.tiny_models import LLAMA, write_model
+from tests.running.waiting import eventually
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -101,6 +105,20 @@ def test_behind_its_time_limit_a_run_shows_what_is_known(tmp_path: Path) -> None
     shown = cli.done("bench", "engine", "--results", kept, "--plots", tmp_path / "plots").out
     assert "Decode throughput" in shown
     assert [path.name for path in (tmp_path / "plots").iterdir()] == ["decode.png"]
+
+
+@pytest.mark.long(6)
+def test_an_interrupted_run_leaves_what_it_has_measured(tmp_path: Path) -> None:
+    model, kept = write_model(tmp_path / "model", LLAMA), tmp_path / "kept.json"
+    options = ("--only", "decode", "--batches", "1,2", "--lengths", "64,300,400,500", "--keep", kept, "--model", model)
+    # As in a terminal, Ctrl-C reaches the command and the program that measures.
+    with subprocess.Popen([KVASIR, "bench", "engine", *options], start_new_session=True, stderr=subprocess.PIPE) as run:
+        eventually(kept.exists, within_s=60)
+        os.killpg(run.pid, signal.SIGINT)
+    assert run.returncode == 130
+    results = json.loads(kept.read_text())
+    assert "64" in {row["context"] for row in results["cases"]["decode"]["rows"]}
+    assert any("tokens per s" in line for line in lines(results))
 
 
 ROWS = [

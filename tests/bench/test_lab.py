@@ -14,13 +14,16 @@ import kvasir_bench
 import pytest
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir_bench.engine import report
-from kvasir_bench.engine.__main__ import CASES, measured
+from kvasir_bench.engine.__main__ import CASES, _left, measured
 from kvasir_bench.engine.cases import interruptions
 from kvasir_bench.engine.cases.decode import MIXED, contexts, fitting
 from kvasir_bench.engine.cases.memory_bytes import exact_bytes
-from kvasir_bench.engine.lab import Lab, MeasuredEngine, Scope
+from kvasir_bench.engine.lab import Lab, MeasuredEngine, Pace, Scope
+from kvasir_bench.engine.mlx_lm_peer import MlxLmPeer
+from kvasir_bench.engine.texts import Texts
 from kvasir_bench.program import keep
 
+from inference_svc.engine.mlx_thread import MlxThread
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.probing.real_layouts import REAL_LAYOUTS, byte_costs
 from tests.inference.engine.families import FALCON_H1, GEMMA3, LLAMA31, write_family
@@ -64,6 +67,56 @@ def test_behind_the_time_limit_one_round_counts_and_one_item_is_measured(
     early = new_lab(time_limit_s=1000)
     assert list(early.pace.while_there_is_time(["first", "second"])) == ["first", "second"]
     assert "of 1000 s]" in (early.pace.say("") or said[-1])
+
+
+def test_where_nothing_is_compiled_only_a_cases_first_measurement_warms_up(new_lab: Callable[..., Lab]) -> None:
+    pace = new_lab().pace
+    assert [[*pace.rounds("first")], [*pace.rounds("second")]] == [[False, True, True, True], [True, True, True]]
+    pace.begin_case()
+    assert next(iter(pace.rounds("of the next case"))) is False
+    pace = Pace(pace._clock, Scope(1), lambda _: None, compiles=True)
+    assert [[*pace.rounds("first")], [*pace.rounds("second")]] == [[False, True], [False, True]]
+
+
+@pytest.mark.parametrize(("round_s", "repeats"), [(3, 5), (4, 5), (6, 4), (7, 3), (19, 3), (20, 2), (200, 2)])
+def test_the_longer_it_takes_the_fewer_repeats_a_measurement_has(round_s: int, repeats: int) -> None:
+    seconds = [0.0]
+    pace = Pace(lambda: seconds[0], Scope(5, enough_s=20.0), lambda _: None)
+    counted = 0
+    for counts in pace.rounds("it"):
+        counted += counts
+        seconds[0] += round_s if counts else 0
+    assert (counted, pace.fewest_repeats) == (repeats, repeats)
+
+
+def test_the_time_that_is_left_follows_from_the_cases_that_are_done() -> None:
+    cases = [name for name in CASES if name != "peer"]
+    assert _left(400.0, cases, 0) == ""
+    assert _left(400.0, [*cases, "peer"], len(cases)) == f", about {400 * 21 / 79:.0f} s are left"
+
+
+def test_a_text_is_computed_once_for_all_of_its_lengths(
+    new_lab: Callable[..., Lab], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab, computed = new_lab(), list[int]()
+    start = lab.agents._start
+
+    def counted(tokens: Any, *given: Any, **named: Any) -> Any:
+        run = start(tokens, *given, **named)
+        ended = run.end()
+        computed.append(ended.prompt_tokens - ended.cached_tokens)
+        return run
+
+    monkeypatch.setattr(lab.agents, "_start", counted)
+    before, texts = lab.engine.memory_used_bytes, Texts(lab)
+    memories = [texts.remember(length, 0) for length in (100, 300, 200)]
+    assert computed == [100, 200, 1], "a memory's last token is computed again for its logits"
+    assert [tuple(each.tokens[:-1]) for each in memories] == [lab.prompts.tokens(n, 0) for n in (100, 300, 200)]
+    memories.append(texts.remember(64, 1))
+    assert computed[3:] == [64], "another text"
+    texts.forget()
+    lab.agents.forget(memories)
+    assert lab.engine.memory_used_bytes == before
 
 
 def test_lengths_asked_for_are_cut_to_the_context_and_stand_once(new_lab: Callable[..., Lab]) -> None:
@@ -122,6 +175,27 @@ def test_a_memory_of_each_kind_of_layer_is_restored_whole(
         assert (files.state is not None) == (config is FALCON_H1)
     finally:
         engine.close()
+
+
+def test_the_peer_decodes_behind_kept_prompts_as_often_as_one_likes(tmp_path: Path) -> None:
+    directory = write_family(tmp_path / "model", LLAMA31)
+    thread = MlxThread(lambda: MlxLmPeer(directory, "float32", perf_counter), name="mlx-lm")
+    prompts = [(5, 6, 7, 8), (9, 10)]
+
+    def lengths(**how: bool) -> list[list[int]]:
+        def work(peer: MlxLmPeer) -> list[list[int]]:
+            assert [len(times) for times in peer.generate(prompts, 6, **how)] == [7, 7]
+            return [[layer.size() for layer in cache] for cache in peer._caches]
+
+        return thread.post(work).result()
+
+    layers = int(LLAMA31["num_hidden_layers"])
+    kept = [[3] * layers, [1] * layers]
+    try:
+        assert [lengths(keeps=True), lengths(goes_on=True), lengths(goes_on=True)] == [kept] * 3
+        assert lengths() == []
+    finally:
+        thread.close()
 
 
 @pytest.mark.long(2)

@@ -18,7 +18,8 @@ Peer = Enum("Peer", [("mlx-lm", "mlx-lm")], type=str)  # type: ignore[misc]
 OnlyOption = Annotated[list[EngineCase] | None, option("Measure this case alone. Repeatable.")]
 PeerOption = Annotated[Peer | None, option("Also give the same work to this program, in turns.")]
 RepeatsOption = Annotated[
-    int | None, option("The number of measurements; results are their medians. Default: 5.", min=1)
+    int | None,
+    option("Measurements; results are their medians. Default: 5; 3 if they take 20 s, 2 if each does.", min=1),
 ]
 LengthsOption = Annotated[str, option("Contexts in tokens, separated by commas. Default: each case's own.")]
 BatchesOption = Annotated[str, option("Rows that decode together, separated by commas. Default: each case's own.")]
@@ -47,6 +48,7 @@ class EngineOptions:
     memory_gib: MemoryOption = None
     time_limit_s: TimeLimitOption = None
     quick: shown.QuickOption = False
+    keep: shown.KeptOption = None
 
 
 def engine(
@@ -59,8 +61,9 @@ def engine(
 ) -> None:
     """Measure decoding, first tokens, pairs, gaps, cancels, memory and reuse. Ends with 1 if a target is missed.
 
-    Use a quiet machine: results are ratios within one run, but other work in the middle of a run spoils them. The names
-    in the JSON are below, and do not change."""
+    Use a quiet machine: results are ratios within one run, but other work in the middle of a run spoils them. All cases
+    take about 25 minutes on two cores; an interrupted run leaves its results in the file of `--keep`. The names in the
+    JSON are below, and do not change."""
     if results_file is not None:
         results = shown.read_results(results_file, "engine", report)
     else:

@@ -54,6 +54,9 @@ CASES: Mapping[str, Callable[[Lab], Case]] = {
     "windows": windows.run,
 }
 
+# How long each takes on two cores, of a hundred parts of a whole run: for the time that is left.
+_PARTS = dict(zip(CASES, (16, 21, 16, 1, 4, 4, 3, 3, 1, 9, 2, 3, 14, 3), strict=True))
+
 
 def measured(lab: Lab, cases: Sequence[str], keep_known: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """The values of all names in `keys.json`. `keep_known` gets them after each row."""
@@ -61,11 +64,19 @@ def measured(lab: Lab, cases: Sequence[str], keep_known: Callable[[dict[str, Any
     found: dict[str, Case] = {}
     results = _results(lab, about, found)
     for name in lab.pace.while_there_is_time(cases):
+        lab.pace.begin_case()
+        lab.pace.say(f"case {len(found) + 1} of {len(cases)}: {name}{_left(lab.pace.elapsed_s, cases, len(found))}")
         lab.pace.keep = lambda rows, name=name: keep_known(_results(lab, about, {**found, name: Case(name, rows)}))  # type: ignore[misc]
         found[name] = CASES[name](lab)
         results = _results(lab, about, found)
         keep_known(results)
     return results
+
+
+def _left(elapsed_s: float, cases: Sequence[str], done: int) -> str:
+    """How long the cases from this one on take, by those that are done."""
+    done_parts, parts = (sum(_PARTS[name] for name in names) for names in (cases[:done], cases[done:]))
+    return f", about {elapsed_s * parts / done_parts:.0f} s are left" if done else ""
 
 
 def _results(lab: Lab, about: Mapping[str, Any], found: Mapping[str, Case]) -> dict[str, Any]:
@@ -123,7 +134,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="", help="directory or name; the shipped model if left out")
     parser.add_argument("--only", nargs="+", choices=tuple(CASES), metavar="CASE", help=f"of {', '.join(CASES)}")
     parser.add_argument("--peer", choices=("mlx-lm",), help="measure this one too, in the same run")
-    parser.add_argument("--repeats", type=int, default=5, help="of every measurement (default %(default)s)")
+    parser.add_argument("--repeats", type=int, help="of each measurement (default 5, or fewer long ones)")
     parser.add_argument("--quick", action="store_true", help="small and once, for a look")
     parser.add_argument("--lengths", type=_counts, default=(), help="contexts, with commas between; else each case's")
     parser.add_argument("--batches", type=_counts, default=(), help="rows that decode together, with commas between")
@@ -165,7 +176,8 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         cases.append("peer")
     model = arguments.model or kvasir_tiny.path()
     scope = Scope(
-        repeats=1 if arguments.quick else arguments.repeats,
+        repeats=1 if arguments.quick else arguments.repeats or 5,
+        enough_s=None if arguments.quick or arguments.repeats else 20.0,
         is_quick=arguments.quick,
         lengths=arguments.lengths,
         batches=arguments.batches,

@@ -160,18 +160,27 @@ class Scope:
     texts: tuple[str, ...] = ()  # of the case "ahead"; empty: all
     time_limit_s: float | None = None  # after this no new row is begun
     has_peer: bool = False  # whether cases give their work to mlx-lm too
+    enough_s: float | None = None  # a measurement that takes as long has three repeats, one whose rounds do has two
 
 
 class Pace:
     """How often cases measure, for how long, and what they report meanwhile."""
 
-    def __init__(self, clock: Callable[[], float], scope: Scope, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, clock: Callable[[], float], scope: Scope, say: Callable[[str], None], *, compiles: bool = False
+    ) -> None:
+        """`compiles`: a first computation of a shape compiles kernels for it."""
         self.keep: Callable[[Sequence[Row]], None] = lambda _rows: None  # gets a case's rows so far
-        self.fewest_repeats = scope.repeats  # that a time limit left of any measurement
+        self.fewest_repeats = scope.repeats  # of any measurement
         self._clock = clock
         self._scope = scope
         self._say = say
+        self._compiles = compiles
         self._began_s = clock()
+        self.begin_case()
+
+    def begin_case(self) -> None:
+        self._is_warm = False
 
     @property
     def elapsed_s(self) -> float:
@@ -203,13 +212,26 @@ class Pace:
         return rows
 
     def rounds(self, what: str) -> Iterable[bool]:
-        """For each repeat, whether it counts: not the first, which warms caches; others while there is time."""
-        for repeat in range(self._scope.repeats + 1):
-            if repeat > 1 and self.is_late:
-                self.fewest_repeats = min(self.fewest_repeats, repeat - 1)
-                return
-            self.say(f"{what}, {f'{repeat} of {self._scope.repeats}' if repeat else 'warming up'}")
-            yield repeat > 0
+        """For each repeat, whether it counts; the fewer, the longer they take, and none while there is no time. Before
+        them comes one that warms caches; where nothing is compiled, of a case's first measurement alone.
+        """
+        began_s, repeat = self.elapsed_s, 0
+        if not self._is_warm:
+            self.say(f"{what}, warming up")
+            yield False
+            self._is_warm = not self._compiles
+        while repeat < self._scope.repeats and not (repeat and self.is_late):
+            repeat += 1
+            self.say(f"{what}, {repeat} of {self._scope.repeats}")
+            round_s = self.elapsed_s
+            yield True
+            if self._are_enough(repeat, self.elapsed_s - round_s, self.elapsed_s - began_s):
+                break
+        self.fewest_repeats = min(self.fewest_repeats, repeat)
+
+    def _are_enough(self, repeats: int, last_s: float, all_s: float) -> bool:
+        enough_s = self._scope.enough_s
+        return enough_s is not None and ((repeats >= 3 and all_s >= enough_s) or (repeats >= 2 and last_s >= enough_s))
 
     def counted(self, what: str, measure: Callable[[], _ItemT]) -> list[_ItemT]:
         return [found for counts, found in [(counts, measure()) for counts in self.rounds(what)] if counts]
@@ -225,10 +247,20 @@ class LabAgents:
         self._count += 1
         return api.AgentKey(_NAMESPACE, f"agent {self._count}")
 
-    def remember(self, tokens: Sequence[int]) -> LabMemory:
-        """A new agent with these tokens, and the next one, in memory."""
-        key = self.new_key()
-        return LabMemory(key, self._start(tokens, 1, key=key).end().state)
+    def remember(self, tokens: Sequence[int], like: LabMemory | None = None) -> LabMemory:
+        """A new agent with these tokens, and the next one, in memory. `like`: a memory of more tokens of the same text,
+        or of fewer; none of them is computed again.
+        """
+        run, key = self.go_on(like, tokens, 1)
+        return LabMemory(key, run.end().state)
+
+    def go_on(self, memory: LabMemory | None, tokens: Sequence[int], max_tokens: int) -> tuple[Run, api.AgentKey]:
+        """A new agent's turn, which begins with a fork of a memory of the same text; None: with nothing."""
+        if memory is None:
+            return self._start(tokens, max_tokens, key=(key := self.new_key())), key
+        key = self.fork(memory).key
+        reuse = api.Hot(min(len(memory.tokens), len(tokens)) - 1)  # a memory's last token is the model's own
+        return self._start(tokens, max_tokens, reuse, key), key
 
     def fork(self, memory: LabMemory) -> LabMemory:
         """The same memory for a new agent, so that a turn may use it up."""
@@ -239,7 +271,10 @@ class LabAgents:
 
     def forget(self, memories: Iterable[LabMemory]) -> None:
         for memory in memories:
-            self._engine.memories.drop(memory.key).result(MEASURED_WITHIN_S)
+            self.drop(memory.key)
+
+    def drop(self, key: api.AgentKey) -> None:
+        self._engine.memories.drop(key).result(MEASURED_WITHIN_S)
 
     def resume(self, memory: LabMemory, suffix: Sequence[int], max_tokens: int) -> Run:
         """A turn that extends an agent's hot memory."""
@@ -275,7 +310,7 @@ class Lab:
         self.model = model
         self.clock = clock
         self.scope = scope
-        self.pace = Pace(clock, scope, say)
+        self.pace = Pace(clock, scope, say, compiles=self.is_gpu)
         self.agents = LabAgents(engine, self.start)
         self.cache_dir = cache_dir
         self.prompts = Prompts(engine.tokenizer)

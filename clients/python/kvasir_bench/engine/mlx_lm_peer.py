@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm.utils
 from mlx_lm.generate import BatchGenerator, generate_step
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from inference_svc.model.loading import COMPUTE_TYPES, find_model
 from kvasir_bench.engine.link_rates import LetterWorker
@@ -21,9 +21,16 @@ class MlxLmPeer(LetterWorker):
         self._model.set_dtype(COMPUTE_TYPES[compute_type])
         mx.eval(self._model.parameters())
         self._clock = clock
+        self._caches: list[list[KVCache]] = []  # of prompts without their last tokens
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[float]]:
-        """The times of each prompt's tokens behind that of the start. All are one batch, where mlx-lm is fastest."""
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, *, keeps: bool = False, goes_on: bool = False
+    ) -> list[list[float]]:
+        """The times of each prompt's tokens behind that of the start. All are one batch, where mlx-lm is fastest.
+        `keeps`: the prompts' KV, if it can be cut; `goes_on`: behind the kept KV of the same prompts.
+        """
+        known = (goes_on and self._caches) or None
+        ends: dict[int, list[Any]] = {}
         started = self._clock()
         generator: Any = BatchGenerator(
             self._model,
@@ -32,7 +39,7 @@ class MlxLmPeer(LetterWorker):
             prefill_batch_size=len(prompts),
         )
         try:
-            uids = generator.insert([list(prompt) for prompt in prompts])
+            uids = generator.insert([list(prompt[-1:] if known else prompt) for prompt in prompts], caches=known)
             times: dict[int, list[float]] = {uid: [started] for uid in uids}
             open_rows = set(uids)
             while open_rows:
@@ -42,8 +49,11 @@ class MlxLmPeer(LetterWorker):
                     times[response.uid].append(now)
                     if response.finish_reason is not None:
                         open_rows.discard(response.uid)
+                        ends[response.uid] = response.prompt_cache
         finally:
             generator.close()
+        if not known:
+            self._caches = _cut([ends[uid] for uid in uids], [len(prompt) - 1 for prompt in prompts]) if keeps else []
         mx.clear_cache()
         return [times[uid] for uid in uids]
 
@@ -63,3 +73,14 @@ class MlxLmPeer(LetterWorker):
             mx.eval([cache.state for cache in caches])
             mx.clear_cache()
         return int(mx.get_active_memory())
+
+
+def _cut(caches: list[list[Any]], tokens: Sequence[int]) -> list[list[KVCache]]:
+    """The caches of sequences, with so many tokens each; none where one cannot be cut."""
+    if not all(type(layer) is KVCache for cache in caches for layer in cache):
+        return []
+    for cache, count in zip(caches, tokens, strict=True):
+        for layer in cache:
+            layer.trim(layer.size() - count)
+    mx.eval([layer.state for cache in caches for layer in cache])
+    return caches

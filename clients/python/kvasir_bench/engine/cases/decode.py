@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from kvasir_bench.arithmetic import Summary, Target, rate_of_all
 from kvasir_bench.engine.lab import Case, Lab, LabMemory, Row
 from kvasir_bench.engine.prompts import mixed_lengths
+from kvasir_bench.engine.texts import Texts
 
 MIXED = "200-4000"
 _CONTEXTS = (128, 512, 2048)
@@ -18,7 +19,9 @@ _GPU_RATIO = ("2048", 16, 6.0)
 def run(lab: Lab) -> Case:
     batches = lab.batches((1, 2), _BATCHES)
     tokens = 6 if lab.scope.is_quick else 48
-    rows = lab.pace.rows(contexts(lab), lambda context: _rows(lab, context, fitting(context, batches), tokens))
+    texts = Texts(lab)
+    rows = lab.pace.rows(contexts(lab), lambda context: _rows(lab, texts, context, fitting(context, batches), tokens))
+    texts.forget()
     wanted_context, wanted_batch, least = _GPU_RATIO if lab.is_gpu else _CPU_RATIO
     ratios = [row["ratio_to_one"] for row in rows if (row["context"], row["batch"]) == (wanted_context, wanted_batch)]
     what = f"{wanted_batch} rows / 1 row, {wanted_context} tokens of context"
@@ -54,12 +57,10 @@ def decode_rate(lab: Lab, memories: Sequence[LabMemory], tokens: int) -> float:
     return rate_of_all([each.token_times for each in runs])
 
 
-def _rows(lab: Lab, context: str, batches: Sequence[int], tokens: int) -> list[Row]:
+def _rows(lab: Lab, texts: Texts, context: str, batches: Sequence[int], tokens: int) -> list[Row]:
     wanted = {length for batch in batches for length in lengths_of(context, batch)}
     numbers = range(max(batches) if context != MIXED else 1)
-    known = {
-        (length, n): lab.agents.remember(lab.prompts.tokens(length, n)) for length in sorted(wanted) for n in numbers
-    }
+    known = {(length, n): texts.remember(length, n) for length in sorted(wanted) for n in numbers}
     chosen = [
         [known[length, n % len(numbers)] for n, length in enumerate(lengths_of(context, batch))] for batch in batches
     ]

@@ -6,10 +6,12 @@ from typing import Any
 
 from kvasir_bench.arithmetic import Summary, Target
 from kvasir_bench.engine.lab import Case, Lab, Row, Run
+from kvasir_bench.engine.texts import Texts
 from kvasir_bench.program import MEASURED_WITHIN_S
 
 _SUFFIX_TOKENS = 48
 _LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
+_CPU_LENGTHS = (256, 1024, 4096, 8192)
 # The project's targets for a GPU: context, most warm / cold.
 _MOST_WARM_TO_COLD = {8192: 0.3, 32768: 0.15}
 _MOST_COLD_TO_PEER = 1.05
@@ -19,28 +21,35 @@ _MOST_HOT_TO_HOT = 1.3
 
 def run(lab: Lab) -> Case:
     """A restored turn gets its files from memory: `kvasir bench store` measures disk and wire."""
-    rows = lab.pace.rows(lab.lengths(96, *_LENGTHS), lambda context: [_row(lab, context)])
+    texts, lengths = Texts(lab), lab.lengths(96, *(_LENGTHS if lab.is_gpu else _CPU_LENGTHS))
+    rows = lab.pace.rows(lengths, lambda context: [_row(lab, texts, context)])
+    texts.forget()
     return Case("Time to the first token", rows, list(_targets(rows)) if lab.is_gpu else ())
 
 
-def _row(lab: Lab, context: int) -> dict[str, Any]:
+def _row(lab: Lab, texts: Texts, context: int) -> dict[str, Any]:
     suffix = lab.prompts.tokens(_SUFFIX_TOKENS, 1)
     reply_tokens = 4 if lab.scope.is_quick else 32
-    memory = lab.agents.remember(lab.prompts.tokens(context - 1, 0))
+    memory = texts.remember(context - 1, 0)
     prompt, files = (*memory.tokens, *suffix), lab.agents.restored(memory)
 
-    def measured() -> tuple[Sequence[tuple[float, float]], float | None]:
+    def computed() -> tuple[tuple[float, float], float | None]:
+        cold = _times(lab.start(prompt, reply_tokens))
+        if not lab.scope.has_peer:
+            return cold, None
+        return cold, lab.peer.post(lambda worker: worker.first_token_s(prompt)).result(MEASURED_WITHIN_S)
+
+    def remembered() -> tuple[tuple[float, float], tuple[float, float]]:
         fork = lab.agents.fork(memory)
-        cold, warm = (_times(lab.start(prompt, reply_tokens, each)) for each in (None, files))
+        warm = _times(lab.start(prompt, reply_tokens, files))
         hot = _times(lab.agents.resume(fork, suffix, reply_tokens))
         lab.agents.forget([fork])
-        if not lab.scope.has_peer:
-            return (cold, warm, hot), None
-        return (cold, warm, hot), lab.peer.post(lambda worker: worker.first_token_s(prompt)).result(MEASURED_WITHIN_S)
+        return warm, hot
 
-    rounds, peers = zip(*lab.pace.counted(f"first token after {context} tokens", measured), strict=True)
+    cold, peers = zip(*lab.pace.counted(f"first token after {context} tokens, computed", computed), strict=True)
+    warm, hot = zip(*lab.pace.counted(f"first token after {context} tokens, remembered", remembered), strict=True)
     lab.agents.forget([memory])
-    found = dict(zip(("cold", "warm", "hot"), zip(*rounds, strict=True), strict=True))
+    found = {"cold": cold, "warm": warm, "hot": hot}
     first = {name: Summary.of([first for first, _ in times]) for name, times in found.items()}
     cold_s, warm_s, hot_s = (each.median for each in first.values())
     warm_bytes = sum(len(data) for data in files.blobs)
