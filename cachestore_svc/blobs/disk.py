@@ -94,7 +94,7 @@ class Disk:
 
     def read_back(self, descriptor: int, size_bytes: int) -> Iterator[memoryview]:
         """The bytes of an open file of this size from its start, in pieces, each of which lasts until the next."""
-        buffer = _memory.take(READ_BACK_BYTES)[:size_bytes]
+        buffer = _memory.take(READ_BACK_BYTES)[:size_bytes] if size_bytes else memoryview(b"")
         offset = 0
         while buffer and (count := os.preadv(descriptor, [buffer], offset)):
             offset += count

@@ -103,8 +103,9 @@ class LocalBlobs:
         self._durable_shelves |= new
 
     def begin(self, hash_: str) -> "LocalPart":
-        """The part is made where the blob will lie, so that the rename stays in one directory."""
-        self.prepare([hash_])
+        """The part is made where the blob will lie, so that the rename stays in one directory. Behind `prepare`."""
+        if hash_[:2] not in self._durable_shelves:
+            self.prepare([hash_])
         return LocalPart(self._disk, self._disk.open_append(self._part_path(hash_)))
 
     def receive_files(self) -> None:

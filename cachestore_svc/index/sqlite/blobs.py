@@ -38,7 +38,7 @@ def find_blobs(rows: Rows, digests: Iterable[Digest]) -> dict[Digest, BlobEntry]
 def add_blobs(rows: Rows, blobs: Sequence[tuple[Digest, BlobFacts]], now_unix_ms: int) -> list[bool]:
     """List blobs whose files are durable. False for each that replaces a damaged one."""
     rows.make_namespace()
-    schemas = {facts.schema: schema_hash(facts.schema) for _, facts in blobs if facts.identity}
+    schemas = {text: schema_hash(text) for text in {facts.schema for _, facts in blobs if facts.identity}}
     new_schemas = [{"schema_hash": hash_, "tensors": text} for text, hash_ in schemas.items()]
     rows.many("INSERT INTO schemas VALUES (:schema_hash, :tensors) ON CONFLICT DO NOTHING", new_schemas)
     listed = find_blobs(rows, [digest for digest, _ in blobs])

@@ -56,12 +56,12 @@ class Texts:
         return self.names.open_hashes(texts) if name == HASH else [self.names.open_text(text) for text in texts]
 
     def bound(self, name: str, value: Value) -> int | float | str | None:
+        if value is None or isinstance(value, int | float):  # first: most are numbers
+            return value
         if isinstance(value, str):
-            return self.sealed(name, [value])[0]
-        if isinstance(value, Sequence):
-            texts = [each for each in value if isinstance(each, str)]
-            return json.dumps(self.sealed(name, texts) if texts else list(value))
-        return value
+            return value if TEXTS.get(name) == PLAIN else self.sealed(name, [value])[0]
+        texts = [each for each in value if isinstance(each, str)]
+        return json.dumps(self.sealed(name, texts) if texts else list(value))
 
 
 class Connection(Protocol):
