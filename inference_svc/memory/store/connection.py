@@ -213,7 +213,7 @@ class StoreConnection:
                 async with asyncio.timeout(given_s):
                     return await call()
         except errors.Unavailable as error:
-            self.breaker.trip()
+            self.breaker.trip(error.reason)
             raise StoreMiss(miss_of(error)) from error
         except (TimeoutError, errors.DeadlineExceeded):
             # A call that had only the last few milliseconds of a budget shows nothing about the store.
@@ -234,8 +234,8 @@ class StoreConnection:
         """Await a call. If the store does not answer, the breaker trips."""
         try:
             return await call
-        except errors.Unavailable:
-            self.breaker.trip()
+        except errors.Unavailable as error:
+            self.breaker.trip(error.reason)
             raise
         except errors.DeadlineExceeded:
             self._late()
@@ -247,4 +247,4 @@ class StoreConnection:
     def _late(self) -> None:
         """A call got no answer in time: the store is away, unless it is busy."""
         if not (self.bulk.calls and self.bulk.has_moved_within(SOON_S)):
-            self.breaker.trip()
+            self.breaker.trip(errors.DeadlineExceeded.reason)

@@ -65,11 +65,11 @@ class Breaker:
     def is_open(self) -> bool:
         return self.opened.is_set()
 
-    def trip(self) -> None:
+    def trip(self, why: str = errors.Unavailable.reason) -> None:
         if not self.is_open:
             self.closed.clear()
             self.opened.set()
-            _LOG.warning("store.unreachable")
+            _LOG.warning("store.unreachable", why=why)
             if self._prober is not None:
                 self._prober.cancel()  # after refusals it waits for longer than an absence bears
                 self._prober = None

@@ -174,6 +174,28 @@ async def test_an_answer_that_is_none_makes_a_store_unreachable_and_no_bug() -> 
         await store.connection.close()
 
 
+@pytest.mark.parametrize("is_read", [False, True])
+async def test_a_store_that_answers_why_it_serves_nothing_is_away_for_that_reason(
+    is_read: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one whose disk is away: the log knew it as unreachable, whose process ran."""
+
+    async def nothing() -> Any:
+        return SimpleNamespace(namespace="default", features=())
+
+    async def fail() -> None:
+        raise errors.Unavailable("no such device", reason="DISK_FAILED")
+
+    client: Any = SimpleNamespace(get_capabilities=nothing, close=nothing)
+    store = RemoteCache(StoreClients(client, client, client), "default").connection
+    assert await store.answers()
+    with pytest.raises(StoreMiss if is_read else errors.Unavailable):
+        await (store.read(fail, Budget(1.0, 1000, lambda: 0.0)) if is_read else store.noting(fail()))
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "store.unreachable" in line]
+    assert "DISK_FAILED" in line
+    await store.close()
+
+
 async def test_an_answer_about_the_token_before_says_nothing_of_the_one_that_came_meanwhile() -> None:
     was_asked, may_answer = asyncio.Event(), asyncio.Event()
 
