@@ -423,7 +423,7 @@ def _is_sound() -> bool:
 @cache
 def _comes_back() -> bool:
     """Whether bytes that threads copy from the device are those that lie there. As of later copies, one that fails
-    shows nothing: some starts on an H200 had one here, and none of pages.
+    shows nothing. On an H200 only processes had one whose kernels had clusters, which MLX's kept graphs gave to others.
     """
     while not failed_copies.out.is_refused:
         before = failed_copies.out.in_a_row
