@@ -19,7 +19,7 @@ OnlyOption = Annotated[list[EngineCase] | None, option("Measure this case alone.
 PeerOption = Annotated[Peer | None, option("Also give the same work to this program, in turns.")]
 RepeatsOption = Annotated[
     int | None,
-    option("Measurements; results are their medians. Default: 5; 3 if they take 20 s, 2 if each does.", min=1),
+    option("Measurements; results are their medians. Default: 5; 3 if they take 15 s, 2 if each does.", min=1),
 ]
 LengthsOption = Annotated[str, option("Contexts in tokens, separated by commas. Default: each case's own.")]
 BatchesOption = Annotated[str, option("Rows that decode together, separated by commas. Default: each case's own.")]

@@ -177,7 +177,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     model = arguments.model or kvasir_tiny.path()
     scope = Scope(
         repeats=1 if arguments.quick else arguments.repeats or 5,
-        enough_s=None if arguments.quick or arguments.repeats else 20.0,
+        enough_s=None if arguments.quick or arguments.repeats else 15.0,
         is_quick=arguments.quick,
         lengths=arguments.lengths,
         batches=arguments.batches,
