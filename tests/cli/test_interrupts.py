@@ -1,6 +1,7 @@
-"""How a command begins and ends in a terminal, and without one: signals at a wait for keys and in its imports, and
-standard files that are closed."""
+"""How a command begins and ends in a terminal, and without one: signals at a wait for keys and in its imports, standard
+files that are closed, and the process of `kvasir up -d`, which imports beside the command that starts it."""
 
+import json
 import os
 import pty
 import select
@@ -12,7 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import kvasir.__main__
+import psutil
 import pytest
+from kvasir.cli.own_services import second_process
+from kvasir.cli.own_services.second_process import SecondProcess, begun
+
+from tests.running.waiting import eventually
 
 # A thread's own signal is noted for the main thread, whose wait goes on: as one that comes just before the wait.
 _PROGRAM = """
@@ -80,7 +86,7 @@ def test_ctrl_c_is_a_commands_own_once_it_runs_unless_its_caller_ignores_it(
     monkeypatch: pytest.MonkeyPatch, before: Any, while_it_runs: Any
 ) -> None:
     found: list[Any] = []
-    command_line = SimpleNamespace(main=lambda: found.append(signal.getsignal(signal.SIGINT)))
+    command_line = SimpleNamespace(main=lambda _: found.append(signal.getsignal(signal.SIGINT)))
     monkeypatch.setitem(sys.modules, "kvasir.cli.main", command_line)
     own = signal.signal(signal.SIGINT, before)
     try:
@@ -95,7 +101,7 @@ import os, sys
 from pathlib import Path
 from types import SimpleNamespace
 
-def show():
+def show(_):
     files = (sys.stdin, sys.stdout, sys.stderr)
     facts = [(file.fileno(), file.isatty(), os.get_inheritable(file.fileno())) for file in files]
     os.write(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT), repr(facts).encode())
@@ -111,3 +117,63 @@ def test_a_command_whose_caller_closed_its_standard_files_has_others_of_their_nu
     words = [sys.executable, "-c", _SHOWING_FILES, str(told)]
     subprocess.run(["/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *words], check=True, timeout=60)
     assert told.read_text() == repr([(number, False, True) for number in (0, 1, 2)])
+
+
+@pytest.mark.parametrize("words", [["up"], ["up", "--json"], ["agents", "list", "-d"], ["chat", "--detach"], []])
+def test_other_commands_begin_no_second_process(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(second_process, "subprocess")
+    assert begun(words) is None
+
+
+def test_the_process_of_up_in_the_background_begins_before_the_command_line_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[Any] = []
+
+    def begin(words: list[str]) -> list[str]:
+        events.append("begun")
+        return words
+
+    class Imported:
+        @property
+        def main(self) -> Any:
+            events.append("imported")
+            return events.append
+
+    monkeypatch.setattr(second_process, "SecondProcess", begin)
+    monkeypatch.setattr(sys, "argv", ["kvasir", "--home", "/h", "up", "-d", "--json", "--no-http"])
+    monkeypatch.setitem(sys.modules, "kvasir.cli.main", Imported())
+    kvasir.__main__.main()
+    assert events == ["begun", "imported", ["--home", "/h", "up", "-d", "--json", "--no-http"]]
+
+
+def test_the_second_process_does_not_detach_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun_with: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda argv, **_: begun_with.append(argv))
+    SecondProcess(["--home", "/h", "up", "--detach", "--no-http", "-d"])
+    assert begun_with[0][4:] == ["--json", "--home", "/h", "up", "--no-http"]
+
+
+def test_the_second_process_runs_its_command_with_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "up.log"
+    log.write_text("before\n")
+    process = SecondProcess(["--json", "up", "--unknown"]).go_on(log)
+    assert process.stdout is not None
+    with process, process.stdout as out:
+        assert "--unknown" in json.loads(out.read())["error"]["message"]
+    assert process.returncode != 0
+    assert log.read_text().startswith("before\n")
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)  # not every container collects it
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.mark.long(2)
+def test_the_second_process_ends_with_the_command_that_began_it() -> None:
+    program = "from kvasir.cli.own_services.second_process import begun; print(begun(['up', '-d'])._process.pid)"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    eventually(lambda: _has_ended(int(ended.stdout)))

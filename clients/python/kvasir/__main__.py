@@ -1,8 +1,11 @@
 """The program `kvasir`, and `python -m kvasir`: the command line."""
 
+import importlib
 import os
 import signal
 import sys
+
+from kvasir.cli.own_services.second_process import begun, rest
 
 
 def main() -> None:
@@ -11,11 +14,28 @@ def main() -> None:
     if is_ours:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     _open_closed_files()
+    second = begun(sys.argv[1:])
+    _import_messages()
     from kvasir.cli.main import main as run
 
+    rest()
     if is_ours:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    run()
+    run(second)
+
+
+def _import_messages() -> None:
+    """After `git pull` the messages may be newer than the libraries that read them."""
+    for messages in ("kvasir.cachestore.v1.cachestore_pb2_grpc", "kvasir.inference.v1.inference_pb2_grpc"):
+        try:
+            importlib.import_module(messages)
+        except Exception as error:  # noqa: BLE001 - protobuf, gRPC and Python have an error of their own each
+            print(
+                "kvasir: an installed package is too old for this version of Kvasir: run `make install` in a checkout, "
+                f"or install kvasir again ({str(error).split('. ')[0]})",
+                file=sys.stderr,
+            )
+            sys.exit(4)
 
 
 def _open_closed_files() -> None:

@@ -14,6 +14,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from kvasir.address import AddressError, parse_address
+from kvasir.cli.own_services.second_process import SecondProcess
 from kvasir.cli.running.home import DEFAULT_HOME, Endpoint, Home
 from kvasir.cli.showing.arguments import option
 from kvasir.cli.showing.help_words import described
@@ -33,6 +34,7 @@ class Caller:
     token_file: Path | None = None
     ca_file: Path | None = None
     as_json: bool = False
+    second: SecondProcess | None = None  # rests, for a command that detaches
     out: Console = field(default_factory=PlainConsole)
     err: Console = field(default_factory=lambda: PlainConsole(stderr=True))
 

@@ -17,6 +17,7 @@ from kvasir.cli.caller import Caller, JsonOption, caller_of, command, with_optio
 from kvasir.cli.callers import audit, reload, tokens
 from kvasir.cli.demo import demo
 from kvasir.cli.fleet import commands as fleet
+from kvasir.cli.own_services.second_process import SecondProcess
 from kvasir.cli.running import group, up
 from kvasir.cli.running.home import DEFAULT_HOME
 from kvasir.cli.running.program import end_with_input
@@ -132,14 +133,14 @@ def everywhere(
     caller_of(context, as_json).take(options.home, options.address, options.engine, options.token_file, options.ca_file)
 
 
-def main() -> None:
-    """Run the command line and end the process with its exit code."""
+def main(second: SecondProcess | None = None) -> None:
+    """Run the command line and end the process with its exit code. `second`: for a command that detaches."""
     _end_at_signals()
     if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.encoding.lower().startswith("utf"):
         # A letter that the terminal lacks ends no reply.
         sys.stdout.reconfigure(errors="backslashreplace")
     # A command that cannot be understood is refused as JSON too.
-    caller = Caller(as_json="--json" in sys.argv)
+    caller = Caller(as_json="--json" in sys.argv, second=second)
     sys.exit(failures.code_of(lambda: app(obj=caller, prog_name="kvasir", standalone_mode=False), caller))
 
 

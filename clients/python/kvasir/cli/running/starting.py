@@ -5,7 +5,6 @@ import json
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,10 +14,10 @@ from typing import Any
 
 from kvasir.cli.caller import Caller
 from kvasir.cli.failures import relayed
+from kvasir.cli.own_services.second_process import SecondProcess
 from kvasir.cli.running.home import Endpoint, Home, Running
 from kvasir.cli.running.logs import rotate_log
 from kvasir.cli.running.plan import Plan, ServiceProcess
-from kvasir.cli.running.program import MODULE
 from kvasir.cli.running.supervisor import Supervisor
 from kvasir.errors import Unavailable
 
@@ -132,18 +131,12 @@ def greet(say: Callable[[str], object], home: Home, answer: dict[str, Any], how_
 
 def detached(caller: Caller) -> None:
     """Run the same command in the background, wait until all is ready, and print its lines."""
-    arguments = [argument for argument in sys.argv[1:] if argument not in ("-d", "--detach", "--json")]
+    second = caller.second or SecondProcess(sys.argv[1:])
     log = caller.home.logs / "up.log"
     rotate_log(log)
-    with log.open("ab") as err:
-        log.chmod(0o600)
-        child = subprocess.Popen(
-            [sys.executable, MODULE, "kvasir", "--json", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=err,
-            start_new_session=True,
-        )
+    log.touch(0o600)
+    log.chmod(0o600)
+    child = second.go_on(log)
     assert child.stdout is not None
     with caller.busy("starting"), child.stdout as out:
         try:

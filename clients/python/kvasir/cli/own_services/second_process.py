@@ -1,0 +1,57 @@
+"""The process in which `kvasir up -d` runs its services. It begins with the command and imports all that the command
+does, which takes most of a second, beside it; and it rests until the command has checked what it was given. This file
+imports nothing that takes long.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+_DETACHES = ("-d", "--detach")
+_RESTS = "--resting"
+
+
+class SecondProcess:
+    """One that rests. It ends with this process, also where that is killed, until `go_on`."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        """`words` of the command line."""
+        words = ["--json", *(word for word in words if word not in (*_DETACHES, "--json"))]
+        self._process = subprocess.Popen(
+            [sys.executable, "-Pm", "kvasir", _RESTS, *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def go_on(self, log: Path) -> "subprocess.Popen[bytes]":
+        """Let it run its command, with this file, which is there, as standard error."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended: its output shows that
+            self._process.stdin.write(os.fsencode(log))
+            self._process.stdin.close()
+        return self._process
+
+
+def begun(words: Sequence[str]) -> SecondProcess | None:
+    """Of the words of a command line: a process if they are those of `kvasir up -d`, or seem so."""
+    if "up" not in words or not any(word in words for word in _DETACHES):
+        return None
+    return SecondProcess(words)
+
+
+def rest() -> None:
+    """In the second process, once all is imported: wait. Ends it where the command has ended."""
+    if sys.argv[1:2] != [_RESTS]:
+        return
+    del sys.argv[1]
+    if not (log := sys.stdin.buffer.read()):
+        sys.exit(1)
+    for file, flags, number in ((os.devnull, os.O_RDONLY, 0), (log, os.O_WRONLY | os.O_APPEND, 2)):
+        descriptor = os.open(file, flags)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
