@@ -1,5 +1,5 @@
 """Every long test has its turn, no commit goes without a test of a promise or of a fault of others, and none passes
-whose thread raised.
+whose thread raised, or an object at its end.
 """
 
 import ast
@@ -108,3 +108,12 @@ def test_a_thread_that_raises_fails_its_test() -> None:
     thread = threading.Thread(target=lambda: 1 / 0)
     thread.start()
     thread.join()
+
+
+@pytest.mark.xfail(raises=pytest.PytestUnraisableExceptionWarning, strict=True)
+def test_an_object_that_raises_at_its_end_fails_its_test() -> None:
+    class Raising:
+        def __del__(self) -> None:
+            raise ZeroDivisionError
+
+    Raising()
