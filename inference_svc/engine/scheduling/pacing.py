@@ -54,7 +54,7 @@ class SharedTime:
     """
 
     def __init__(self) -> None:
-        self._step_s = self._cells_s = 0.0
+        self._step_s = self.cells_s = 0.0  # when the step began, and the seconds of its cells and files
         self._decoding = 0
         self._next: list[tuple[Place, int, bool]] = []  # whose cells are computed next, their tokens, and who owes
         self._taken_s = 0.0  # by the namespace that was served last, before that
@@ -65,10 +65,10 @@ class SharedTime:
 
     def begin_step(self, now: float, decoding: int, places: Iterable[Place]) -> None:
         """`decoding`: namespaces that decode in this step. The time of the last one makes up for what is owed."""
-        decode_s = max(0.0, now - self._step_s - self._cells_s)
+        decode_s = max(0.0, now - self._step_s - self.cells_s)
         for place in places:
             place.owed_s = max(0.0, place.owed_s - decode_s / self._decoding) if self._decoding else 0.0
-        self._step_s, self._cells_s, self._decoding = now, 0.0, decoding
+        self._step_s, self.cells_s, self._decoding = now, 0.0, decoding
         self._next.clear()
 
     def spent(self, cell_s: float) -> None:
@@ -81,7 +81,7 @@ class SharedTime:
             place.taken_s += cell_s * count / tokens
             if owes:
                 place.owed_s += cell_s * count / tokens
-        self._cells_s += cell_s
+        self.cells_s += cell_s
         self._next.clear()
 
     def shares_next(self, place: Place, tokens: int, *, owes: bool) -> None:

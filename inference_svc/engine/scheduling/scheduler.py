@@ -223,7 +223,8 @@ class Scheduler(Generic[TurnT]):
 
         `spent_s`: seconds that the step's cells and files took so far. `is_behind_step`: the device decodes a step
         before it computes what is granted, and the caller waits for both. The first is always granted if there is a
-        turn whose namespace owes nothing and that, while others decode, would not only wait for its files. More follow
+        turn whose namespace owes nothing and that, while others decode, would not only wait for its files; beside a
+        stream that a person reads a background turn's only if it has time, or for a share of the time. More follow
         while the time lasts (it binds only while turns decode), while the table allows, and while no turn was
         submitted, was cancelled, or may begin with a sibling's prefix.
         """

@@ -49,10 +49,35 @@ class _PassLine:
         return _within(seconds - self.fixed_s, self.each_s)
 
 
+class BesideCosts:
+    """Seconds of a step that only decodes people's rows, and of background rows beside these."""
+
+    def __init__(self) -> None:
+        self._own: deque[float] = deque(maxlen=_PLAIN_STEPS)
+        self._each: deque[float] = deque(maxlen=_PLAIN_STEPS)  # of a token behind a background row
+
+    @property
+    def own_s(self) -> float | None:
+        """Of people's rows; None as long as there was no such step."""
+        return median(self._own) if self._own else None
+
+    def stepped(self, took_s: float, tokens: int) -> None:
+        """A step had background rows of so many tokens, as the step before it; 0: none."""
+        if not tokens:
+            self._own.append(took_s)
+        elif self._own:
+            self._each.append(max(0.0, took_s - median(self._own)) / tokens)
+
+    def row_s(self, tokens: int) -> float | None:
+        """How much longer a step takes with a background row of so many tokens; None if that is not known."""
+        return tokens * median(self._each) if self._each else None
+
+
 class StepCosts:
     """Seconds of a step that only decodes, of a prompt's token, and of files that become KV."""
 
     def __init__(self) -> None:
+        self.beside = BesideCosts()
         self._steps: deque[tuple[int, float]] = deque(maxlen=_PLAIN_STEPS)  # rows and seconds
         self._passes: dict[int, deque[tuple[int, float]]] = {}  # tokens and seconds, by the bits of their position
         self._lines: dict[int, _PassLine] = {}  # by the bits of a position; those that know the newest pass
@@ -99,6 +124,15 @@ class StepCosts:
         fits = line.tokens_within(seconds)
         is_tried = not line.is_guess or line.longest < self._longest
         return fits if is_tried or fits < line.longest else max(fits, 2 * line.longest)
+
+    def least_s(self, position: int | None, tokens: int) -> float:
+        """Seconds of a pass over so many tokens from `position` on, or of one file; 0 if that is not known."""
+        if position is None:
+            return self._load[1] / self._load[0] if self._load else 0.0
+        if not self._passes:
+            return 0.0
+        line = self._line(position.bit_length())
+        return line.fixed_s + line.each_s * tokens
 
     def files_within(self, seconds: float) -> int | None:
         """How many files become KV in so many seconds; None if that is not known. One more than the last time if that

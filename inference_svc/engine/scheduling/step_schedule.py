@@ -1,10 +1,12 @@
 """What a step does: which rows decode, and which cells and files go beside them. Pure.
 
-- Rows: beside other namespaces each has a few (`seats`); the longer others are away, the more.
+- Rows: see `step_rows`.
 - Order of cells and files: urgent turns first, then the namespace whose cells and files took the least time, in it the
   shortest rest of a prompt.
   Turns that came later overtake one by no more tokens than its rest has.
 - Size: `pacing` and `step_costs` say how many cells a step takes, how long they are, and how many files it loads.
+- People: beside a stream that a person reads a background turn gets what its gap has room for, or an eighth of the time
+  (`gaps`).
 - Sharing: what a cell leaves of its pass the next turns in this order get, where cells may share one.
 """
 
@@ -15,16 +17,15 @@ from itertools import takewhile
 from typing import Generic
 
 from inference_svc.engine.grid import cut_cell
-from inference_svc.engine.scheduling.company import Company, Namespace
+from inference_svc.engine.scheduling.company import Company
+from inference_svc.engine.scheduling.gaps import Gaps, StandingAside
 from inference_svc.engine.scheduling.pacing import SharedTime, StepPace
 from inference_svc.engine.scheduling.schedulable import RUNNING, Rules, Schedulable, SharedPass, Status, TurnT
-from inference_svc.engine.scheduling.seats import Seats
 from inference_svc.engine.scheduling.step_costs import StepCosts
+from inference_svc.engine.scheduling.step_rows import StepRows
 from inference_svc.engine.scheduling.urgency import Urgency
 
 _BETWEEN = 0.05  # of a gap: events and letters between two cells
-_SPREAD = 0.1  # of a pass: the longest ones of a crowd take so much more than was learned
-_ABSENCE = 4  # a namespace that comes back waits for a step that takes so small a part of the time it was away
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,16 @@ class StepSchedule(Generic[TurnT]):
         self._company = company
         self._time = SharedTime()
         self._costs = StepCosts()
+        self._gaps: Gaps[TurnT] = Gaps(rules, self._costs)
+        self._rows: StepRows[TurnT] = StepRows(rules, company, self._costs)
+        self._aside = StandingAside(rules.ageing_s)
+        self._exceeds = False  # the last grant's turn stood aside, and no gap has room for that
         self._pace = StepPace()
         self._began_s = 0.0
         self._granted: Grant[TurnT] | None = None  # the step's last one
         self._is_plain = False  # the step decodes, and nothing else was granted
+        self._is_apart = False  # the step decodes, and nothing was granted behind that
         self._served = 0  # twice the number of cells that all turns have got
-        self._seats: dict[Namespace, Seats[TurnT]] = {}
-        self._rows = 0  # that the step decodes
 
     def joins(self, turn: TurnT) -> None:
         """The turn begins: it is served before the turn that was served last, behind all others."""
@@ -78,16 +82,16 @@ class StepSchedule(Generic[TurnT]):
 
     def begin(self, now: float, urgency: Urgency[TurnT]) -> tuple[TurnT, ...]:
         """Begin a step. Returns the turns that decode one token now; other decoding turns sit out."""
-        if self._is_plain:
-            self._costs.stepped(now - self._began_s, self._rows)
-        self._began_s = now
+        decode_s, may_exceed = now - self._began_s - self._time.cells_s, not self._exceeds
+        self._rows.took(now, decode_s, is_plain=self._is_plain, is_apart=self._is_apart)
+        self._began_s, self._exceeds = now, False
         decoding = [turn for turn in self._turns if _is_decoding(turn)]
         self._pace = StepPace()
-        self._is_plain = bool(decoding)
+        self._is_plain = self._is_apart = bool(decoding)
         self._time.begin_step(now, len({turn.namespace for turn in decoding}), self._company.places)
-        seated = tuple(self._seated(decoding, urgency))
-        self._rows = len(seated)
-        return seated
+        if all(urgency.is_pressing(turn) for turn in self._turns if _is_prefilling(turn)):
+            self._aside.worked(now)
+        return self._rows.choose(now, decoding, urgency, may_exceed=may_exceed)
 
     @property
     def has_begun(self) -> bool:
@@ -102,6 +106,8 @@ class StepSchedule(Generic[TurnT]):
             return
         took_s = last.took_s(spent_s)
         self._time.spent(took_s)
+        if self._exceeds:
+            self._aside.worked(self._began_s + spent_s, took_s)
         if not last.cells and last.turn.status is Status.LOADING:
             self._costs.learn(None, last.size, took_s)
         if last.tokens >= self._rules.least_tokens and all(cell.turn.status in RUNNING for cell in last.cells):
@@ -117,15 +123,22 @@ class StepSchedule(Generic[TurnT]):
         if not able:
             return None
         turn = self._next_of(able)
-        budgets_s = {name: self._budget_s(decoding, name, urgency) for name in {each.namespace for each in able}}
-        left_s = budgets_s[turn.namespace] - spent_s if decoding else None
-        size, loads = self._size(turn, able, left_s, spent_s), turn.status is Status.LOADING
+        budgets_s = {name: self._gaps.budget_s(decoding, name, urgency) for name in {each.namespace for each in able}}
+        left_s = budgets_s[turn.namespace] - self._rows.beside_s - spent_s if decoding else None
+        stands_aside = not urgency.is_pressing(turn) and any(map(urgency.is_pressing, decoding))
+        if stands_aside and self._rows.is_learning:
+            left_s = 0.0
+        must_go = not self._pace.has_begun and (not stands_aside or self._is_due(turn, spent_s))
+        size, loads = self._size(turn, able, left_s, spent_s, must_go=must_go), turn.status is Status.LOADING
         position, tokens = (0, 0) if loads else (turn.cells.computed, size)
         if not size or not self._pace.allows(turn, position, tokens):
             return None
         self._pace.take(turn, position, tokens)
         self._serve(turn, tokens, spent_s)
-        self._is_plain = False
+        self._is_plain, self._exceeds = False, stands_aside and must_go
+        self._is_apart = self._is_apart and not is_behind_step
+        if not urgency.is_pressing(turn):
+            self._aside.worked(self._began_s + spent_s)
         cells = [] if loads else [TurnCell(turn, size, position)]
         if cells and self._may_share(turn, size):
             able = [each for each in able if budgets_s[each.namespace] >= budgets_s[turn.namespace]]
@@ -133,6 +146,13 @@ class StepSchedule(Generic[TurnT]):
         behind_s = (self._costs.step_s or 0.0) if is_behind_step else 0.0
         self._granted = Grant(turn, size, tuple(cells), tokens, spent_s, behind_s)
         return self._granted
+
+    def _is_due(self, turn: TurnT, spent_s: float) -> bool:
+        """Whether a background turn stood aside for long enough to go on beside people's streams anyway."""
+        is_file = turn.status is Status.LOADING
+        position, tokens = turn.cells.computed, min(self._cell_tokens(turn), self._rules.least_tokens)
+        cost_s = self._costs.least_s(None if is_file else position, tokens)
+        return self._aside.is_due(self._began_s + spent_s, cost_s)
 
     def _may_share(self, turn: TurnT, size: int) -> bool:
         """Whether other cells may be computed in the pass of this one."""
@@ -182,26 +202,11 @@ class StepSchedule(Generic[TurnT]):
             return self._rules.cell_tokens
         return self._costs.tokens_within(left_s, position) or 0
 
-    def _budget_s(self, decoding: Collection[TurnT], prompts: Namespace, urgency: Urgency[TurnT]) -> float:
-        """Seconds for a namespace's prompts and loads beside decoding: nearly as long as the shortest gap of these
-        turns lasts; infinite if there are none.
-        """
-        gap_s = min((self._gap_s(turn, prompts, urgency) for turn in decoding), default=math.inf)
-        step_s = self._costs.step_s or 0.0
-        return max((gap_s - step_s) * (1 - _SPREAD), min(gap_s, self._rules.stalled_steps * step_s))
-
-    def _gap_s(self, turn: TurnT, prompts: Namespace, urgency: Urgency[TurnT]) -> float:
-        """How long a decoding turn waits for a namespace's prompts. A shorter gap than that of the rules slows prompts,
-        so it binds those of the turn's own namespace alone.
-        """
-        usual_s = self._rules.longest_gap_s if urgency.is_pressing(turn) else self._rules.background_gap_s
-        if turn.longest_gap_s is not None:
-            return turn.longest_gap_s if turn.namespace == prompts else max(turn.longest_gap_s, usual_s)
-        return usual_s
-
-    def _size(self, turn: TurnT, able: Collection[TurnT], left_s: float | None, spent_s: float) -> int:
+    def _size(
+        self, turn: TurnT, able: Collection[TurnT], left_s: float | None, spent_s: float, *, must_go: bool
+    ) -> int:
         """How many tokens or files the turn's next grant has; 0 if the step has no time for one. `left_s`: seconds that
-        are left of the step, of which `spent_s` are gone; None: nobody waits for it.
+        are left of the step, of which `spent_s` are gone; None: nobody waits for it. `must_go`: at least the fewest.
         """
         loads = turn.status is Status.LOADING
         least = 1 if loads else self._rules.least_tokens
@@ -214,7 +219,7 @@ class StepSchedule(Generic[TurnT]):
         fits = self._costs.files_within(left_s) if loads else self._costs.tokens_within(left_s, turn.cells.computed)
         if fits is None:
             fits = least if left_s > 0 else 0
-        if not self._pace.has_begun:
+        if must_go:
             fits = max(fits, least)
         if fits < min(whole, least):
             return 0
@@ -245,33 +250,6 @@ class StepSchedule(Generic[TurnT]):
         is_cut = self._rules.least_tokens < self._rules.cell_tokens
         goes_over = is_cut and turn.cells.unbroken_tokens <= self._rules.cell_tokens
         return turn.cells.unbroken_tokens if goes_over else turn.cells.next_tokens
-
-    def _seated(self, decoding: Collection[TurnT], urgency: Urgency[TurnT]) -> list[TurnT]:
-        most = self._most_rows(len(decoding))
-        if most >= len(decoding):
-            self._seats.clear()
-            return [*decoding]
-        chosen: set[TurnT] = set()
-        for namespace in {turn.namespace for turn in decoding}:
-            seats = self._seats.setdefault(namespace, Seats(self._rules.beside_others.seat_steps))
-            mine = [turn for turn in decoding if turn.namespace == namespace]
-            chosen |= seats.seat(mine, most, urgency.is_urgent, lambda turn: turn.is_ending)
-        for turn in chosen:
-            turn.schedule.waits_since_s = self._began_s
-        return [turn for turn in decoding if turn in chosen]
-
-    def _most_rows(self, wanted: int) -> int:
-        """Rows of one namespace in this step: few beside others. More rows are taken back at the next step, but a
-        namespace that comes back waits for the step that runs: it may take a small part of the time for which others
-        are away. At most twice as many as the last step had, because a row that joins the batch costs time.
-        """
-        most, alone_s = self._rules.beside_others.rows, self._company.alone_s(self._began_s)
-        if math.isinf(alone_s):
-            return wanted
-        within = self._costs.rows_within(alone_s / _ABSENCE)
-        while most < wanted and most <= self._rows and 2 * most <= within:
-            most *= 2
-        return most
 
     def _most_urgent(
         self, prefilling: Collection[TurnT], urgency: Urgency[TurnT], *, decodes: bool

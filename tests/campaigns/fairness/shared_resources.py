@@ -413,7 +413,7 @@ SHARED = (
     Shared(
         "batch rows of a step",
         "engine",
-        "inference_svc/engine/scheduling/step_schedule.py: _seats",
+        "inference_svc/engine/scheduling/step_rows.py: _seats",
         ("inference_svc.engine.scheduling.schedulable:BesideOthers.rows", 4),
         "4 beside others; later what decodes in a quarter of the time for which they are away",
         "turns of a namespace in turn, each for 16 steps",

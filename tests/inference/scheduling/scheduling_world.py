@@ -166,9 +166,9 @@ class Hot(HotMemories):
 @dataclass
 class World:
     """`cell_s`, `token_s` and `file_s`: how long a cell, a step's decoding and the load of a file take, `row_s` each
-    row besides, `load_s` a load of any number of files besides, and `load_end_s` the last of a turn's; `sent_s`: how
-    long a file's bytes are on their way, which are granted then and come by themselves. `at_once`: the most turns
-    that find room together.
+    row besides and `deep_s` each token behind one, `load_s` a load of any number of files besides, and `load_end_s`
+    the last of a turn's; `sent_s`: how long a file's bytes are on their way, which are granted then and come by
+    themselves. `at_once`: the most turns that find room together. `is_behind`: cells are granted behind a step.
     """
 
     budget_bytes: int = 1 << 40
@@ -176,11 +176,13 @@ class World:
     cell_s: float = 0.03
     token_s: float = 0.01
     row_s: float = 0.0
+    deep_s: float = 0.0
     file_s: float = 0.0
     load_s: float = 0.0
     load_end_s: float = 0.0
     sent_s: float = 0.0
     at_once: int = 1 << 40
+    is_behind: bool = False
     cost_s: Callable[[int, int], float] | None = None  # of a cell, by its position and tokens; else `cell_s`
     now: float = 0.0
     steps: int = 0
@@ -380,9 +382,11 @@ class World:
         could = [job for job in able if not job.is_prefilling]
         assert set(decoding) <= set(could)
         if len(self.namespaces) == 1:
-            assert set(decoding) == set(could), "somebody of a namespace alone sits out"
+            may_sit_out = {job for job in could if job.priority is BACKGROUND}
+            may_sit_out = may_sit_out if len(may_sit_out) < len(could) else set()
+            assert set(could) - set(decoding) <= may_sit_out, "somebody of a namespace alone sits out"
         self.decoded.append(decoding)
-        self.now += self.step_s(len(decoding))
+        self.now += self.step_s(len(decoding)) + self.deep_s * sum(job.cells.computed for job in decoding)
         for job in decoding:
             self._draw_token(job)
 
@@ -405,7 +409,7 @@ class World:
         self._look_for_bytes()
         waits = any(job.status in able and not (job.is_cancelled or job.awaits_bytes) for job in self.scheduler.running)
         is_first = True
-        while (grant := self.scheduler.grant(spent)) is not None:
+        while (grant := self.scheduler.grant(spent, is_behind_step=self.is_behind)) is not None:
             job, loads = grant.turn, grant.turn.status is Status.LOADING
             assert job.status in able
             assert not job.is_cancelled
@@ -429,7 +433,7 @@ class World:
                 assert tokens <= max(limit, job.cell_tokens), "more tokens than the table says"
                 self._compute_pass(grant)
             self._look_for_bytes()
-        assert not is_first or not waits or len(self.namespaces) > 1, "nobody prefilled"
+        assert not is_first or not waits or len(self.namespaces) > 1 or self._stand_aside(), "nobody prefilled"
         self.chunks.append(tokens)
 
     def _gap_s(self, decoding: Job, job: Job) -> float:
@@ -437,6 +441,14 @@ class World:
         gap_s = gap_s if decoding.priority is not BACKGROUND else max(gap_s, rules.background_gap_s)
         own_s = gap_s if decoding.longest_gap_s is None else decoding.longest_gap_s
         return own_s if decoding.namespace == job.namespace else max(own_s, gap_s)
+
+    def _stand_aside(self) -> bool:
+        """Whether all prompts are background ones, and a turn decodes for which somebody waits."""
+        prompts = [job for job in self.scheduler.running if job.status in (Status.PREFILLING, Status.LOADING)]
+        streams = [job for job in self.scheduler.running if job.status is Status.DECODING]
+        return any(job.priority is BACKGROUND for job in prompts) and any(
+            job.priority is INTERACTIVE for job in streams
+        )
 
     def _look_for_bytes(self) -> None:
         for job in self.scheduler.running:

@@ -66,9 +66,9 @@ def test_no_background_prompt_is_computed_before_another_namespaces_interactive_
     world = World(rules=Rules(ageing_s=0.0), cell_s=0.0)
     grant = world.scheduler.grant
 
-    def checked(spent_s: float) -> Grant[Job] | None:
+    def checked(spent_s: float, *, is_behind_step: bool) -> Grant[Job] | None:
         people = {job.namespace for job in world.scheduler.running if job.is_prefilling and job.priority is INTERACTIVE}
-        found = grant(spent_s)
+        found = grant(spent_s, is_behind_step=is_behind_step)
         assert found is None or found.turn.priority is INTERACTIVE or people <= {found.turn.namespace}
         return found
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.engine.scheduling.schedulable import BesideOthers, Rules
-from inference_svc.engine.scheduling.seats import Seats
+from inference_svc.engine.scheduling.step_rows import Seats
 from tests.inference.scheduling.scheduling_world import Job, World
 from tests.inference.scheduling.test_scheduler_fairness import of
 from tests.made_models.sampling import sampled
