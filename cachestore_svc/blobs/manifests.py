@@ -187,5 +187,5 @@ def _named_rows(
         for rows, group in {(file.tokens, file.window) for file in files}
     }
     digests = [*listed.blocks[first:], *((listed.tail,) if listed.HasField("tail") else ())]
-    for digest, file in zip(digests, files, strict=True):
-        yield NamedBlob(Digest.from_proto(digest), file, schemas[file.tokens, file.window])
+    for digest, file in zip(Digest.from_protos(digests), files, strict=True):
+        yield NamedBlob(digest, file, schemas[file.tokens, file.window])

@@ -44,7 +44,7 @@ def read_digests(messages: Sequence[manifest_pb2.Digest], field: str = "digests"
     if len(messages) > MAX_DIGESTS_PER_REQUEST:
         raise wrong(field, f"expected at most {MAX_DIGESTS_PER_REQUEST}, got {len(messages)}")
     try:
-        return [Digest.from_proto(message) for message in messages]
+        return Digest.from_protos(messages)
     except ValueError:  # one by one, to name the field
         return [read_digest(message, f"{field}[{index}]") for index, message in enumerate(messages)]
 

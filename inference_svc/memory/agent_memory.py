@@ -173,7 +173,7 @@ def from_manifest(manifest: manifest_pb2.Manifest, head: Head, tokenizer_digest:
     # Another tokenizer's replies have no guards in what are special tokens here.
     may_claim_replies = head.is_text_own and manifest.tokenizer_digest == tokenizer_digest
     files = StoredFiles(
-        [Digest.from_proto(block) for block in manifest.blocks],
+        Digest.from_protos(manifest.blocks),
         Digest.from_proto(manifest.tail) if manifest.HasField("tail") else None,
         stored_windows(manifest.windows),
         {int(point.tokens): Digest.from_proto(point.digest) for point in manifest.states},

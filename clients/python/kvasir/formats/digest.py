@@ -44,6 +44,9 @@ class Digest:
         if self.size_bytes < 0:
             raise ValueError(f"digest size_bytes: expected 0 or more, got {self.size_bytes}")
 
+    def __hash__(self) -> int:
+        return hash(self.hash)  # which a text computes once
+
     @classmethod
     def of(cls, data: Buffer) -> "Digest":
         """The digest of these bytes. Large ones are hashed on all cores, without the interpreter's lock."""
@@ -54,11 +57,27 @@ class Digest:
     def from_proto(cls, message: manifest_pb2.Digest) -> "Digest":
         return cls(message.hash, message.size_bytes)
 
+    @classmethod
+    def from_protos(cls, messages: Sequence[manifest_pb2.Digest]) -> "list[Digest]":
+        """Of many, which are checked together: a third of the time."""
+        hashes, sizes = [each.hash for each in messages], [each.size_bytes for each in messages]
+        if not are_hashes(hashes) or min(sizes, default=0) < 0:
+            return [cls(*each) for each in zip(hashes, sizes, strict=True)]
+        made = [cls.__new__(cls) for _ in hashes]
+        for digest, hash_, size_bytes in zip(made, hashes, sizes, strict=True):
+            _SET_HASH(digest, hash_)
+            _SET_SIZE(digest, size_bytes)
+        return made
+
     def to_proto(self) -> manifest_pb2.Digest:
         return manifest_pb2.Digest(hash=self.hash, size_bytes=self.size_bytes)
 
     def __str__(self) -> str:
         return f"{self.hash[:12]}…/{self.size_bytes}"
+
+
+# Of a frozen class: its `__init__` sets its fields so, too, and checks each.
+_SET_HASH, _SET_SIZE = (vars(Digest)[name].__set__ for name in ("hash", "size_bytes"))
 
 
 def _threads_for(size_bytes: int) -> int:
