@@ -89,6 +89,12 @@ class LocalBlobs:
         places = self._directory.parent, self._directory, self._shelves
         return self._shelves.is_dir() and all(os.path.ismount(each) for each in places if self._made.get(each))
 
+    def expect(self) -> bool:
+        places = self._directory.parent, self._directory, self._shelves
+        empty = [each for each in places if each.is_dir() and not self._disk.names(each) and not os.path.ismount(each)]
+        self._made |= dict.fromkeys(empty, True)
+        return not empty
+
     def prepare(self, hashes: Sequence[str]) -> None:
         """Make the directories in which the blobs lie; those above them are synced once."""
         if self._durable_shelves and not self.exists():

@@ -11,6 +11,8 @@ from cachestore_svc.core.core import Core
 from cachestore_svc.core.stored_blobs import quarantine, set_aside, set_unknown_aside, set_unlisted_aside, verified
 from cachestore_svc.facts.records import GcReport
 
+_REMEDY = "mount the disk of its blobs; if it has none, remove their empty directory, and start again"
+
 
 def sweep_at_start(core: Core) -> None:
     """Remove parts and handed files of a crash, set aside files without a row, quarantine rows without a file."""
@@ -45,6 +47,9 @@ def _sweep(core: Core, namespace: str) -> int:
     blobs, began_unix_ms = core.blobs.of(namespace), core.now_unix_ms()
     listing = blobs.list()
     listed = core.catalog.read(namespace, lambda view: view.hashes_of())
+    if listed and not blobs.expect():
+        structlog.get_logger("cachestore").warning("blobs.away", namespace=namespace, remedy=_REMEDY)
+        return 0
     for hash_ in listing.parts:
         blobs.remove_part(hash_)
     if core.blobs.is_shared:

@@ -73,6 +73,9 @@ class SealedBlobs:
     def exists(self) -> bool:
         return self._blobs.exists()
 
+    def expect(self) -> bool:
+        return self._blobs.expect()
+
     def prepare(self, hashes: Sequence[str]) -> None:
         self._blobs.prepare([self._name(hash_) for hash_ in hashes])
 

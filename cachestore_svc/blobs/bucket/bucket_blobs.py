@@ -93,6 +93,9 @@ class BlobsOfNamespace:
     def exists(self) -> bool:
         return self._arriving.exists() or bool(self._bucket.names(self.place, only_some=True))
 
+    def expect(self) -> bool:
+        return True
+
     def prepare(self, hashes: Sequence[str]) -> None:
         self._arriving.prepare(hashes)
 

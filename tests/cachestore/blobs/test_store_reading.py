@@ -114,6 +114,40 @@ def test_nothing_is_written_where_a_disk_was_mounted_that_is_away(
         write(store, manifest.manifest_digest, manifest.manifest_bytes, BlobKind.MANIFEST)
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2], ids=["of blobs", "the namespace's", "the store's"])
+def test_a_store_that_starts_without_its_blobs_disk_waits_for_it(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], depth: int
+) -> None:
+    """Its start put all blobs into quarantine, and its first write lay on the disk below."""
+    (digest, data), manifest, away = a_block(), SyntheticAgent(SMALL, 1).turn(30), lab.root.with_name("away")
+    shelves, mounts = lab.directory_of(NS) / "blobs", set[Path]()
+    place = (shelves, *shelves.parents)[depth]
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) in mounts)
+    with lab.open() as store:
+        write(store, digest, data, BlobKind.TENSORS)
+    place.rename(away)
+    place.mkdir()
+    capsys.readouterr()
+    with lab.open() as store:
+        assert capsys.readouterr().out.count("blobs.away") == 1
+        for call in (
+            lambda: store.blobs.read(NS, digest),
+            lambda: store.blobs.open_writer(NS, manifest.manifest_digest, BlobKind.MANIFEST),
+        ):
+            with pytest.raises(Unavailable) as refused:
+                call()
+            assert refused.value.reason == "DISK_FAILED"
+        assert not store.blobs.receive_files(NS)
+        assert list(place.iterdir()) == []
+        place.rmdir()
+        away.rename(place)
+        mounts.add(place)
+        assert bytes(store.blobs.read(NS, digest)) == data
+        write(store, manifest.manifest_digest, manifest.manifest_bytes, BlobKind.MANIFEST)
+    with lab.open() as store:
+        assert store.statistics.of(NS).damaged_blob_count == 0
+
+
 def test_a_directory_of_blobs_that_somebody_removed_is_made_again_for_the_next_one(lab: Lab) -> None:
     """Every write was a failure of the disk until the store's next start."""
     (digest, data), manifest = a_block(), SyntheticAgent(SMALL, 1).turn(30)
