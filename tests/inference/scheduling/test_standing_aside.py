@@ -235,13 +235,14 @@ def test_background_rows_cost_as_much_as_a_step_takes_longer_with_them() -> None
     assert costs.row_s(2_000) == pytest.approx(0.4)
 
 
-def test_rows_that_are_gone_are_not_remembered() -> None:
-    world = Watched(row_s=0.02, token_s=0.01, cell_s=0.001)
-    for name in "abcd":
-        world.submit(*(background(1, 30, name) for _ in range(6)), Job(1, 60, namespace="people"))
-        world.run()
-    world.submit(Job(1, 5, namespace="people"))
-    world.run()
+def test_seats_of_rows_that_are_gone_are_not_remembered() -> None:
+    world = Watched(row_s=0.002, token_s=0.01, cell_s=0.001)
+    crowd = [background(1, 3, name) for name in "abcd" for _ in range(6)]
+    world.submit(stream := Job(1, 1_000, namespace="people"), *crowd)
+    while not {*crowd} <= {*world.ended}:
+        world.step()
+    world.step()
+    assert stream not in world.ended
     assert world.scheduler._steps._rows._seats == {}
 
 
