@@ -47,6 +47,9 @@ class MemoryOfNamespace:
     def exists(self) -> bool:
         return bool(self.blobs or self.parts or self.asides)
 
+    def expect(self) -> bool:
+        return True
+
     def prepare(self, hashes: Sequence[str]) -> None:
         """A part needs nothing to lie in."""
 
