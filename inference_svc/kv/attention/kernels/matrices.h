@@ -15,11 +15,14 @@ KV_CONST float KV_WEIGHT = 16384.0f;    // 2^14: what weights are multiplied by,
 // tokens not in [low, high] become zeros; their scales, which kv_clear_scales removes, may come along.
 template <typename Rows, int TILE, bool IS_WHOLE>
 KV_FN void kv_begin_tile(kv_u16* to, const kv_u16* page, int first, int token, KvSeen any, int lane) {
-  const kv_u16* from = page + Rows::BASE + first * Rows::ROW_UNITS;
-  KV_UNROLL for (int i = lane; i < TILE * Rows::ROW_CHUNKS; i += 32) {
-    const int row = i / Rows::ROW_CHUNKS, chunk = i % Rows::ROW_CHUNKS;
+  const kv_u16* const from = page + Rows::BASE + first * Rows::ROW_UNITS + lane * 8;
+  constexpr int CHUNKS_OF_ROW = Rows::ROW_CHUNKS;
+  constexpr bool REPEATS = 32 % (8 * CHUNKS_OF_ROW) == 0;  // places of whole eights of rows
+  const int first_place = kv_place<CHUNKS_OF_ROW>(lane / CHUNKS_OF_ROW, lane % CHUNKS_OF_ROW);
+  KV_UNROLL for (int i = 0; i < TILE * CHUNKS_OF_ROW / 32; ++i) {
+    const int row = (i * 32 + lane) / CHUNKS_OF_ROW, chunk = (i * 32 + lane) % CHUNKS_OF_ROW;
     const bool is_stored = IS_WHOLE || (token + row >= any.low && token + row <= any.high);
-    kv_copy16(to + kv_place<Rows::ROW_CHUNKS>(row, chunk), from + i * 8, is_stored);
+    kv_copy16(to + (REPEATS ? first_place + i * 256 : kv_place<CHUNKS_OF_ROW>(row, chunk)), from + i * 256, is_stored);
   }
   if (Rows::IS_QUANTIZED) {
     constexpr int CHUNKS = TILE * Rows::GROUPS / 8;
