@@ -173,7 +173,9 @@ def _products_source(name: str, kind: tuple[int, bool, bool, bool], parts: tuple
     lists += "" if adds else "const T* const added = nullptr;\n"
     inputs = ("x", *(f"{kind}{i}" for i in numbers for kind in kinds), *(("added",) if adds else ()))
     header = _header(Dialect.CUDA, CUDA_INSTRUCTIONS, "few_rows.h", *parts)
-    return _source(Dialect.CUDA, name, header, inputs, outputs, lists=lists)
+    written = ("counters",) if name == "wide_rows" else ()  # where its blocks meet, to give sums to each other
+    outputs += ("scratch",) if written else ()
+    return _source(Dialect.CUDA, name, header, inputs + written, outputs, written_inputs=written, lists=lists)
 
 
 @cache
