@@ -68,7 +68,7 @@ def lone_cuda_compiler(source: KernelSource, shared_bytes: int) -> Kernel:
     """As `cuda_compiler`, of blocks that have a multiprocessor each. Raises CompileError where code is MLX's alone."""
     if (target := device_target()) is None:
         raise CompileError("this device takes no finished code")
-    return KeptKernel(source, shared_bytes, target, is_alone=True)
+    return KeptKernel(replace(source, blocks=1), shared_bytes, target)
 
 
 def mlx_cuda_compiler(source: KernelSource, shared_bytes: int) -> Kernel:

@@ -25,5 +25,5 @@ def is_hopper() -> bool:
 def hopper_compiler(source: KernelSource, shared_bytes: int) -> KeptKernel:
     """A kernel whose blocks have a multiprocessor each. Raises CompileError when it is launched and has no code."""
     # The kernel aligns its memory itself; the compiler makes fewer instructions where it knows that, too.
-    aligned = replace(source, source=source.source.replace(CUDA_SHARED, _ALIGNED_SHARED))
-    return KeptKernel(aligned, shared_bytes, TARGET, is_alone=True)
+    aligned = replace(source, source=source.source.replace(CUDA_SHARED, _ALIGNED_SHARED), blocks=1)
+    return KeptKernel(aligned, shared_bytes, TARGET)

@@ -42,8 +42,8 @@ Template = Sequence[tuple[str, int | bool | mx.Dtype]]
 class KeptKernel:
     """A source of the CUDA dialect, launched as `mx.fast.cuda_kernel`'s kernels are.
 
-    `target`: NVRTC's name of the architecture. `is_alone`: a block has a multiprocessor for itself, and may take all
-    registers. A kernel that the compiler refuses is launched by `otherwise`, or raises CompileError.
+    `target`: NVRTC's name of the architecture. A kernel that the compiler refuses is launched by `otherwise`, or raises
+    CompileError.
     """
 
     def __init__(
@@ -52,11 +52,10 @@ class KeptKernel:
         shared_bytes: int,
         target: str,
         *,
-        is_alone: bool = False,
         otherwise: Callable[..., list[mx.array]] | None = None,
     ) -> None:
         self._source, self._shared_bytes, self._target = source, shared_bytes, target
-        self._is_alone, self._otherwise = is_alone, otherwise
+        self._otherwise = otherwise
         self._sizes = [(source.input_names.index(name), axis) for name, axis in _sizes(source)]
 
     def __call__(
@@ -76,8 +75,9 @@ class KeptKernel:
             "grid": grid,
             "threadgroup": threadgroup,
         }
-        types, most_threads = tuple(each.dtype for each in inputs), threadgroup[0] if self._is_alone else None
-        program = _program(self._source, self._target, tuple(template), types, tuple(output_dtypes), most_threads)
+        types = tuple(each.dtype for each in inputs)
+        threads = threadgroup[0] if self._source.blocks else 0
+        program = _program(self._source, self._target, tuple(template), types, tuple(output_dtypes), threads)
         if isinstance(program, CompileError):
             if self._otherwise is None:
                 raise program
@@ -117,7 +117,7 @@ def _tried(kernel: Callable[..., list[mx.array]]) -> list[mx.array]:
 def _finds_by_hash() -> bool:
     """Whether MLX launches the first kernel, which it has loaded, by a string of its code's hash."""
     target = device_target()
-    program = None if target is None else _program(_TRIAL, target, (), _TRIAL_TYPES, _TRIAL_TYPES, None)
+    program = None if target is None else _program(_TRIAL, target, (), _TRIAL_TYPES, _TRIAL_TYPES, 0)
     if not isinstance(program, tuple) or (short := same_hash(program[1])) is None:
         return False
     facts: dict[str, Any] = {"name": program[0], "compiled_source": short, "scalars": [3], "shared_memory": 0}
@@ -199,12 +199,12 @@ def _program(
     template: tuple[tuple[str, int | bool | mx.Dtype], ...],
     types: tuple[mx.Dtype, ...],
     output_types: tuple[mx.Dtype, ...],
-    most_threads: int | None,
+    threads: int,
 ) -> tuple[str, bytes] | CompileError:
     """A kernel's name and code, or why it has none."""
     options = f"--gpu-architecture={target}", "--std=c++17"
     try:
-        named, whole = program_text(source, template, types, output_types, most_threads)
+        named, whole = program_text(source, template, types, output_types, threads)
         return named, compiled_program(whole, options, kept_programs())
     except CompileError as error:
         _log_refused(target, error)
@@ -216,10 +216,10 @@ def program_text(
     template: Template,
     types: Sequence[mx.Dtype],
     output_types: Sequence[mx.Dtype],
-    most_threads: int | None = None,
+    threads: int = 0,
 ) -> tuple[str, str]:
     """A kernel's name, which no other program has, and the source for NVRTC. Sizes of inputs follow as arguments.
-    `most_threads`: of a block that has a multiprocessor for itself.
+    `threads`: of a block, where a multiprocessor has registers for a number of them.
     """
     parameters = [f"const {_type(kind)}* {name}" for kind, name in zip(types, source.input_names, strict=True)]
     parameters += [f"{_type(kind)}* {name}" for kind, name in zip(output_types, source.output_names, strict=True)]
@@ -228,7 +228,7 @@ def program_text(
     body = _SHAPE.sub(r"\1_shape_\2", source.source)
     inner = f"{', '.join(parameters)}) {{\n{_LEAVE}\n{constants}\n{body}\n}}\n"
     name = f"{source.name}_{blake2b(inner.encode(), digest_size=6).hexdigest()}"
-    bounds = "" if most_threads is None else f"__launch_bounds__({most_threads}, 1) "
+    bounds = f"__launch_bounds__({threads}, {source.blocks}) " if threads else ""
     return name, text("cuda_types.h") + source.header + f'extern "C" __global__ void {bounds}{name}(' + inner
 
 

@@ -4,7 +4,7 @@ are five launches a layer.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -24,11 +24,14 @@ from inference_svc.kv.attention.kernels import Dialect, attend_source, results_s
 from inference_svc.kv.batch.fused_layer import FusedLayer, StepPages
 from inference_svc.kv.model_hooks.few_rows import MAX_ROWS
 from inference_svc.kv.model_hooks.whole_layers import frequencies_of
-from inference_svc.kv.page import PAGE_TOKENS, PageFormat
+from inference_svc.kv.page import EXACT_BITS, PAGE_TOKENS, PageFormat
 
 Template = Mapping[str, int | bool | mx.Dtype]
 _WHOLE_ROWS = 16  # with more, each block's own rotations and waits cost more than two launches
 _MOST_HEADS = 64  # of K and V
+# With so many rows a block mixes several pages: its begin and end are a third of a page's instructions. With tiles of
+# 32 tokens a multiprocessor has registers for four blocks.
+LEAST_OF_PAGES, MOST_PAGES, _LONG_TILE, _LONG_BLOCKS = 33, 16, 32, 4
 _MOST_BLOCKS = 32  # of a sequence: a warp makes a query's result of them, and of more a kernel of its own is faster
 
 
@@ -67,23 +70,35 @@ def step_attention(
     blocks = step.block_table.shape[1]
     pages, settings = (step.pages, step.block_table, step.places), settings_of(scale, None, PAGE_TOKENS)
     mixes = (slots * heads, blocks, value.dim + PARTIAL_EXTRA), mx.float32
-    made, grid = ((slots, 1, heads * value.dim), dtype), (value.kv_heads, slots, blocks)
-    kinds: Template = {"T": dtype, "HEADS": heads}
-    mix = compiled(made_by, attend_source(is_whole=is_whole), geometry.shared_bytes)
+    is_long = not is_whole and slots >= LEAST_OF_PAGES and step.format.key.bits < EXACT_BITS
+    many = MOST_PAGES if is_long else 1
+    mixing = replace(geometry, most_tile=_LONG_TILE) if is_long else geometry
+    made, grid = ((slots, 1, heads * value.dim), dtype), (value.kv_heads, slots, -(-blocks // many))
+    kinds: Template = {"T": dtype, "HEADS": heads, "PAGES": many}
+    ends = is_long and blocks <= many
+    source = attend_source(is_whole=is_whole, ends=ends)
+    mix = compiled(made_by, replace(source, blocks=_LONG_BLOCKS if is_long else 0), mixing.shared_bytes)
     given = new.queries, new.keys, new.values, rotation.frequencies
     if is_whole:
         return _launched(
-            mix, (*given, *pages, settings, rotation.counters), {**kinds, **geometry.template}, grid, [made, mixes]
+            mix,
+            (*given, *pages, settings, rotation.counters),
+            {**kinds, **mixing.template},
+            grid,
+            [made, mixes],
         )[0]
     items = slots * (heads + value.kv_heads * (groups(step.format.key) + groups(value)))
     turn_bytes = WARPS * new.queries.shape[3] * dtype.size
     numbers: Template = {**kinds, **geometry.template, "SHARED_BYTES": turn_bytes}
     turn = compiled(made_by, turn_source(), turn_bytes)
     (turned,) = _launched(turn, (*given, *pages), numbers, (-(-items // WARPS), 1, 1), [(new.queries.shape, dtype)])
-    (partial,) = _launched(mix, (turned, *pages, settings), {**kinds, **geometry.template}, grid, [mixes])
+    outputs = [made, mixes] if ends else [mixes]
+    mixed = _launched(mix, (turned, *pages, settings), {**kinds, **mixing.template}, grid, outputs)
+    if ends:
+        return mixed[0]
     results = compiled(made_by, results_source(), LANES)
     numbers = {**kinds, "VALUE_DIM": value.dim, "WARPS": WARPS, "SHARED_BYTES": LANES}
-    return _launched(results, (partial, step.places), numbers, (-(-slots * heads // WARPS), 1, 1), [made])[0]
+    return _launched(results, (mixed[0], step.places), numbers, (-(-slots * heads // WARPS), 1, 1), [made])[0]
 
 
 def _launched(

@@ -9,14 +9,30 @@ from inference_svc.kv.attention.in_place import append_rows
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.reference import Scoring, reference_attention
 from inference_svc.kv.batch.fused_layer import StepPages
-from inference_svc.kv.model_hooks.step_attention import NewTokens, Rotation, new_counters, step_attention
+from inference_svc.kv.model_hooks.step_attention import (
+    LEAST_OF_PAGES,
+    MOST_PAGES,
+    NewTokens,
+    Rotation,
+    new_counters,
+    step_attention,
+)
 from inference_svc.kv.page import PAGE_TOKENS, PageFormat, RowFormat
 
 _ROWS = RowFormat(2, 128, 4, 64)
 _FORMAT = PageFormat(_ROWS, _ROWS, identity_pb2.SCALE_TYPE_BFLOAT16)
 _HEADS = 4
 _BLOCKS = (2, 0)  # the pages of all rows: each sees those before it, on both sides of a block's border
-_PLACES = (PAGE_TOKENS - 1, PAGE_TOKENS - 3, PAGE_TOKENS + 1, -1)  # the first sees the second's row, of the same page
+# The first sees the second's row, of the same page; the last one sees as much of a page as of the one before.
+_PLACES = (PAGE_TOKENS - 1, PAGE_TOKENS - 3, PAGE_TOKENS + 1, -1, 2 * PAGE_TOKENS - 9)
+# Whether it is in one launch, rows with empty ones, and blocks of a sequence: a block of many rows' mixes some or all.
+_LAUNCHES = (
+    (True, len(_PLACES), len(_BLOCKS)),
+    (False, len(_PLACES), len(_BLOCKS)),
+    (False, LEAST_OF_PAGES, len(_BLOCKS)),
+    (False, LEAST_OF_PAGES, MOST_PAGES + 1),
+)
+_SEED = 110  # by which faults show
 _TOLERANCE = 0.03
 _OTHER_UNITS = 2e-4  # of all of the pages': new rows whose sums were rounded otherwise
 
@@ -25,18 +41,25 @@ def differences() -> Iterator[str]:
     """The faults that are found."""
     table, places = mx.array([_BLOCKS] * len(_PLACES), mx.int32), mx.array(_PLACES, mx.int32)
     expected = _pages()
-    new = NewTokens(*(_random(len(_PLACES), heads, seed=heads + seed) for seed, heads in enumerate((_HEADS, 2, 2))))
+    new = NewTokens(*(_random(len(_PLACES), heads, _SEED + heads + seed) for seed, heads in enumerate((_HEADS, 2, 2))))
     rotation = Rotation(1 / (1 + mx.arange(_ROWS.dim // 2, dtype=mx.float32) ** 2), new_counters())
     right = _by_steps(new, StepPages(expected, _FORMAT, table, places), rotation)
     mx.eval(right)
-    for is_whole in (True, False):
-        step = StepPages(_pages(), _FORMAT, table, places)
-        found = step_attention(new, step, rotation, _ROWS.dim**-0.5, is_whole=is_whole)
+    for is_whole, rows, blocks in _LAUNCHES:
+        step = StepPages(_pages(), _FORMAT, _padded(table, rows, blocks), _padded(places, rows, value=-1))
+        given = NewTokens(*(_padded(each, rows) for each in (new.queries, new.keys, new.values)))
+        found = step_attention(given, step, rotation, _ROWS.dim**-0.5, is_whole=is_whole)[: len(_PLACES)]
         mx.eval(found)
         if not (mx.abs(found - right).max() <= _TOLERANCE * mx.abs(right).max()).item():
             yield "attention of a step differs from the reference"
         if not (mx.mean(step.pages != expected) <= _OTHER_UNITS).item():
             yield "a step's rows are written differently from the reference"
+
+
+def _padded(given: mx.array, rows: int, columns: int = 0, value: int = 0) -> mx.array:
+    more = (rows, columns) if columns else (rows,)
+    widths = [(0, wanted - size) for wanted, size in zip(more, given.shape, strict=False)]
+    return mx.pad(given, widths + [(0, 0)] * (given.ndim - len(widths)), constant_values=value)
 
 
 def _by_steps(new: NewTokens, step: StepPages, rotation: Rotation) -> mx.array:

@@ -71,6 +71,7 @@ class KernelSource:
     header: str
     source: str
     written_inputs: tuple[str, ...] = ()  # which the kernel writes where they lie
+    blocks: int = 0  # for so many a multiprocessor has registers; 0: the compiler decides
 
 
 _SPLIT_INPUTS = ("queries", "pages", "block_table", "lengths", "settings")
@@ -179,19 +180,23 @@ def _products_source(name: str, kind: tuple[int, bool, bool, bool], parts: tuple
 
 
 @cache
-def attend_source(*, is_whole: bool) -> KernelSource:
+def attend_source(*, is_whole: bool, ends: bool = False) -> KernelSource:
     """Splits of pages are mixed for new tokens' queries, of CUDA alone. `is_whole`: queries and keys are rotated and
-    new rows written before, and results made, for which blocks that mix splits of one query meet at `counters`.
+    new rows written before, and results made, for which blocks that mix splits of one query meet at `counters`. `ends`:
+    results are made of one split each.
     """
     parts = CUDA_INSTRUCTIONS, "rows.h", "quantize.h", "reduce.h", "attend.h", "tile.h", "matrices.h"
     header, rows = _header(Dialect.CUDA, *parts), ("pages", "block_table", "places", "settings")
     if not is_whole:
-        lists = "constexpr bool IS_WHOLE = false;\nT *const keys = nullptr, *const values = nullptr;\n"
-        lists += "T* const out = nullptr;\n"
+        lists = (
+            f"constexpr bool IS_WHOLE = false, ENDS = {ends:d};\nT *const keys = nullptr, *const values = nullptr;\n"
+        )
+        lists += "" if ends else "T* const out = nullptr;\n"
         lists += "const float* const frequencies = nullptr;\nconst kv_u32* const counters = nullptr;\n"
-        return _source(Dialect.CUDA, "attend", header, ("queries", *rows), ("partial",), lists=lists)
+        outputs = ("out", "partial") if ends else ("partial",)
+        return _source(Dialect.CUDA, "attend", header, ("queries", *rows), outputs, lists=lists)
     inputs, written = (*_NEW_INPUTS, *rows, "counters"), ("pages", "counters")
-    lists = "constexpr bool IS_WHOLE = true;\n"
+    lists = "constexpr bool IS_WHOLE = true, ENDS = true;\n"
     return _source(Dialect.CUDA, "attend", header, inputs, ("out", "partial"), written_inputs=written, lists=lists)
 
 

@@ -33,18 +33,23 @@ KV_FN void kv_begin_tile(kv_u16* to, const kv_u16* page, int first, int token, K
   }
 }
 
-template <typename K, typename V, int TILE>
-KV_FN void kv_begin_tiles(kv_u16* k_tile, kv_u16* v_tile, const kv_u16* page, int head, int token, KvSeen any,
-                          bool is_live, int lane) {
+// As one group of copies, which is empty where the tile is not live.
+template <typename Rows, int TILE>
+KV_FN void kv_begin_live(kv_u16* to, const kv_u16* page, int head, int token, KvSeen any, bool is_live, int lane) {
   const int first = head * KV_PAGE_TOKENS + token % KV_PAGE_TOKENS;
   const bool is_whole = token >= any.low && token + TILE - 1 <= any.high;
-  if (is_live && is_whole) kv_begin_tile<K, TILE, true>(k_tile, page, first, token, any, lane);
-  if (is_live && !is_whole) kv_begin_tile<K, TILE, false>(k_tile, page, first, token, any, lane);
-  kv_copies_begun();
-  if (is_live && is_whole) kv_begin_tile<V, TILE, true>(v_tile, page, first, token, any, lane);
-  if (is_live && !is_whole) kv_begin_tile<V, TILE, false>(v_tile, page, first, token, any, lane);
+  if (is_live && is_whole) kv_begin_tile<Rows, TILE, true>(to, page, first, token, any, lane);
+  if (is_live && !is_whole) kv_begin_tile<Rows, TILE, false>(to, page, first, token, any, lane);
   kv_copies_begun();
 }
+
+// Pages that a split of more than one goes through: where page 0 lies, units of a page, and the split's numbers of pages.
+struct KvPages {
+  const kv_u16* first;
+  long units;
+  const int* numbers;
+  int count;
+};
 
 // Scales and biases of rows that are not stored become zeros: they may be no numbers.
 template <typename Rows, int TILE>
@@ -135,11 +140,13 @@ KV_FN void kv_write_query(Query query, int row, float scale, kv_u32* words, int 
   }
 }
 
-// `queries`: where they lie, or what gives them (attend.h).
-template <typename Query, typename K, typename V, bool IS_BFLOAT, int TILES, int WARPS, int SPAN, int TILE, typename Queries>
+// `queries`: where they lie, or what gives them (attend.h). Where it GOES_ON, a warp mixes the same places of more pages.
+template <typename Query, typename K, typename V, bool IS_BFLOAT, int TILES, int WARPS, int SPAN, int TILE, bool GOES_ON = false, typename Queries>
 KV_FN void kv_split_by_matrices(Queries queries, const kv_u16* page, int head, int first_token, int length,
                                 int query_count, int first_row, int row_count, float scale, int window,
-                                float* partial, int row_stride, int warp, int lane, float* shared) {
+                                float* partial, int row_stride, int warp, int lane, float* shared, KvPages more = {}) {
+  constexpr int IN_PAGE = SPAN / TILE;
+  constexpr bool IS_LONG = GOES_ON || IN_PAGE > 1;
   constexpr int HALVES = TILE / 16, COLUMNS = 8 * TILES;
   constexpr int K_STEPS = K::DIM / 16, OUT = V::DIM / 16;
   constexpr bool K_BFLOAT = !K::IS_QUANTIZED && IS_BFLOAT, V_BFLOAT = !V::IS_QUANTIZED && IS_BFLOAT;
@@ -165,7 +172,8 @@ KV_FN void kv_split_by_matrices(Queries queries, const kv_u16* page, int head, i
 
   int begin = first_token;
   bool is_live = begin <= any.high && begin + TILE > any.low;
-  kv_begin_tiles<K, V, TILE>(k_tile, v_tile, page, head, begin, any, is_live, lane);
+  kv_begin_live<K, TILE>(k_tile, page, head, begin, any, is_live, lane);
+  kv_begin_live<V, TILE>(v_tile, page, head, begin, any, is_live, lane);
 
   // The queries become fragments while the first tile comes.
   KV_ROLLED for (int row = warp; row < row_count; row += WARPS)
@@ -195,10 +203,23 @@ KV_FN void kv_split_by_matrices(Queries queries, const kv_u16* page, int head, i
   // Tiles in [clear_low, clear_high] are seen by every query.
   const int clear_low = kv_seen(length, query_count, query_count - 1, window).low, clear_high = length - query_count;
 
-  KV_ROLLED for (int step = 0; step < SPAN / TILE; ++step) {
-    if (is_live) {
+  const int steps = GOES_ON ? more.count * IN_PAGE : IN_PAGE;
+  KV_ROLLED for (int step = 0; step < steps; ++step) {
+    const bool turns = GOES_ON && (step + 1) % IN_PAGE == 0;
+    const int now = begin, number = turns && step + 1 < steps ? more.numbers[(step + 1) / IN_PAGE] : 0;
+    auto begin_next = [&] {
+      if (!IS_LONG) return;
+      begin += turns ? KV_PAGE_TOKENS - SPAN + TILE : TILE;
+      page = turns ? more.first + number * more.units : page;
+      is_live = step + 1 < steps && begin <= any.high && begin + TILE > any.low;
+      kv_warp_barrier();
+      kv_begin_live<K, TILE>(k_tile, page, head, begin, any, is_live, lane);
+    };
+    if (!is_live) {
+      begin_next();
+    } else {
       kv_copies_done<1>();
-      kv_clear_scales<K, TILE>(k_tile, begin, any, lane);
+      kv_clear_scales<K, TILE>(k_tile, now, any, lane);
       float score[HALVES][TILES][4];
       KV_UNROLL for (int pair = 0; pair < TILE / 32; ++pair) {
         float row_scale[4][K::GROUPS], row_bias[4][K::GROUPS];
@@ -249,42 +270,52 @@ KV_FN void kv_split_by_matrices(Queries queries, const kv_u16* page, int head, i
         }
       }
 
+      begin_next();  // its keys come while this tile's values are mixed
+
       // Weights of this tile, and what is kept of the tiles before it.
-      const bool is_clear = begin >= clear_low && begin + TILE - 1 <= clear_high;
-      KV_UNROLL for (int n = 0; n < TILES; ++n) KV_UNROLL for (int c = 0; c < 2; ++c) {
-        const int low = seen[n][c].low, width = seen[n][c].high - low;
-        float highest = KV_NONE, sum = 0;
-        if (!is_clear) {
-          KV_UNROLL for (int m = 0; m < HALVES; ++m) KV_UNROLL for (int r = 0; r < 2; ++r)
-            if ((unsigned)(begin + m * 16 + r * 8 + g - low) > (unsigned)width) score[m][n][2 * r + c] = KV_NONE;
+      const bool is_clear = now >= clear_low && now + TILE - 1 <= clear_high;
+      KV_UNROLL for (int n = 0; n < TILES; ++n) {
+        float sums[2], kept[2];
+        KV_UNROLL for (int c = 0; c < 2; ++c) {
+          const int low = seen[n][c].low, width = seen[n][c].high - low;
+          float highest = KV_NONE, sum = 0;
+          if (!is_clear) {
+            KV_UNROLL for (int m = 0; m < HALVES; ++m) KV_UNROLL for (int r = 0; r < 2; ++r)
+              if ((unsigned)(now + m * 16 + r * 8 + g - low) > (unsigned)width) score[m][n][2 * r + c] = KV_NONE;
+          }
+          KV_UNROLL for (int m = 0; m < HALVES; ++m)
+            highest = fmaxf(highest, fmaxf(score[m][n][c], score[m][n][2 + c]));
+          highest = fmaxf(highest, kv_shuffle_xor(highest, 4));
+          highest = fmaxf(highest, kv_shuffle_xor(highest, 8));
+          highest = fmaxf(highest, kv_shuffle_xor(highest, 16));
+          highest = highest > KV_NONE ? fmaxf(highest * factor[n][c], top[n][c]) : top[n][c];
+          KV_UNROLL for (int m = 0; m < HALVES; ++m) KV_UNROLL for (int r = 0; r < 2; ++r) {
+            float& mine = score[m][n][2 * r + c];
+            const float weight = kv_exp2_near(mine * factor[n][c] - highest);
+            mine = is_clear || mine > KV_NONE ? weight : 0.0f;
+            sum += mine;
+          }
+          sums[c] = sum;
+          kept[c] = IS_LONG ? kv_exp2(top[n][c] - highest) : 1.0f;
+          top[n][c] = highest;
         }
-        KV_UNROLL for (int m = 0; m < HALVES; ++m)
-          highest = fmaxf(highest, fmaxf(score[m][n][c], score[m][n][2 + c]));
-        highest = fmaxf(highest, kv_shuffle_xor(highest, 4));
-        highest = fmaxf(highest, kv_shuffle_xor(highest, 8));
-        highest = fmaxf(highest, kv_shuffle_xor(highest, 16));
-        highest = highest > KV_NONE ? fmaxf(highest * factor[n][c], top[n][c]) : top[n][c];
-        KV_UNROLL for (int m = 0; m < HALVES; ++m) KV_UNROLL for (int r = 0; r < 2; ++r) {
-          float& mine = score[m][n][2 * r + c];
-          const float weight = kv_exp2_near(mine * factor[n][c] - highest);
-          mine = is_clear || mine > KV_NONE ? weight : 0.0f;
-          sum += mine;
-        }
-        if (SPAN > TILE) {
-          const float kept = kv_exp2(top[n][c] - highest);
-          total[n][c] *= kept;
-          KV_UNROLL for (int i = 0; i < V::GROUPS; ++i) bias_mix[i][n][c] *= kept;
-          KV_UNROLL for (int i = 0; i < OUT; ++i) {
-            mix[i][n][c] *= kept;
-            mix[i][n][c + 2] *= kept;
+        const int column = n * 8 + 2 * t;  // most tiles have no higher score
+        const bool is_less = (column < row_count && kept[0] != 1) || (column + 1 < row_count && kept[1] != 1);
+        if (IS_LONG && kv_any(is_less)) {
+          KV_UNROLL for (int c = 0; c < 2; ++c) {
+            total[n][c] *= kept[c];
+            KV_UNROLL for (int i = 0; i < V::GROUPS; ++i) bias_mix[i][n][c] *= kept[c];
+            KV_UNROLL for (int i = 0; i < OUT; ++i) {
+              mix[i][n][c] *= kept[c];
+              mix[i][n][c + 2] *= kept[c];
+            }
           }
         }
-        total[n][c] += sum;
-        top[n][c] = highest;
+        KV_UNROLL for (int c = 0; c < 2; ++c) total[n][c] += sums[c];
       }
 
-      kv_copies_done<0>();
-      kv_clear_scales<V, TILE>(v_tile, begin, any, lane);
+      kv_copies_done<IS_LONG ? 1 : 0>();
+      kv_clear_scales<V, TILE>(v_tile, now, any, lane);
       float value_scale[2 * HALVES][V::GROUPS];
       if (V::IS_QUANTIZED) {
         KV_UNROLL for (int r = 0; r < 2 * HALVES; ++r) {
@@ -306,7 +337,7 @@ KV_FN void kv_split_by_matrices(Queries queries, const kv_u16* page, int head, i
           // Weights times scales are halves of the greatest scale so far: they cannot overflow.
           greatest = fmaxf(greatest, largest[i]);
           const float inverse = greatest > 0 ? 1 / greatest : 0.0f;
-          if (SPAN > TILE) {
+          if (IS_LONG && greatest > largest[i]) {
             const float kept = largest[i] * inverse;
             KV_UNROLL for (int o = i * (OUT / V::GROUPS); o < (i + 1) * (OUT / V::GROUPS); ++o)
               KV_UNROLL for (int n = 0; n < TILES; ++n) KV_UNROLL for (int j = 0; j < 4; ++j) mix[o][n][j] *= kept;
@@ -348,11 +379,9 @@ KV_FN void kv_split_by_matrices(Queries queries, const kv_u16* page, int head, i
         }
       }
     }
-    if (SPAN > TILE) {
-      begin += TILE;
-      is_live = step + 1 < SPAN / TILE && begin <= any.high && begin + TILE > any.low;
+    if (IS_LONG) {
       kv_warp_barrier();
-      kv_begin_tiles<K, V, TILE>(k_tile, v_tile, page, head, begin, any, is_live, lane);
+      kv_begin_live<V, TILE>(v_tile, page, head, begin, any, is_live, lane);
     }
   }
 

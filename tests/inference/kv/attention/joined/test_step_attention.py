@@ -12,7 +12,7 @@ from mlx_lm.models import llama, qwen3
 from inference_svc.kv.attention import checks
 from inference_svc.kv.attention.fused import COMPILERS
 from inference_svc.kv.attention.in_place import append_rows
-from inference_svc.kv.attention.kernels import Dialect, attend_source
+from inference_svc.kv.attention.kernels import Dialect, KernelSource, attend_source
 from inference_svc.kv.attention.paged import paged_attention
 from inference_svc.kv.attention.reference import Scoring
 from inference_svc.kv.batch.fused_layer import StepPages
@@ -114,6 +114,34 @@ def test_results_and_pages_are_near_those_of_kernels_one_by_one(
         assert are_same(mine.pages, other.pages)
 
 
+@pytest.mark.long(9)
+@pytest.mark.parametrize(("policy", "pages"), [("q4", 2), ("q8", 16), ("k8v4", 3)])
+def test_of_many_rows_a_block_goes_through_several_pages(
+    policy: str, pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And makes a row's results where it has all pages. Two rows are of one sequence, around a page's border."""
+    monkeypatch.setattr(steps, "LEAST_OF_PAGES", 1)
+    monkeypatch.setattr(steps, "MOST_PAGES", pages)
+    new, step, rotation, scale = step_of((5, 0, 1030, 257, 256), policy)
+    table = mx.array(step.block_table)
+    table[3:] = table[3]
+    step = replace(step, block_table=table)
+    other = copied(step)
+    right = apart(new, other, rotation, scale)
+    mx.eval(right)
+    mine = copied(step)
+    found = step_attention(new, mine, rotation, scale, is_whole=False)
+    mx.eval(found)
+    away = mx.linalg.norm((found - right).astype(mx.float32))
+    assert (away <= 0.002 * mx.linalg.norm(right.astype(mx.float32))).item()
+    assert are_same(mine.pages, other.pages)
+    part = NewTokens(new.queries[2:3], new.keys[2:3], new.values[2:3])
+    alone = replace(copied(step), block_table=step.block_table[2:3], places=step.places[2:3])
+    assert mx.array_equal(step_attention(part, alone, rotation, scale, is_whole=False), found[2:3])
+    longer = replace(copied(step), block_table=mx.pad(step.block_table, ((0, 0), (0, pages))))
+    assert mx.array_equal(step_attention(new, longer, rotation, scale, is_whole=False), found)
+
+
 @pytest.mark.long(5)
 @WHOLE
 def test_a_row_has_the_same_bits_beside_any_others(is_whole: bool) -> None:
@@ -184,7 +212,7 @@ def test_a_models_steps_take_it_and_their_logits_stay_near(
         ("frequencies, float(place)}", "frequencies, float(place + 1)}"),
         ("KV_PAGE_TOKENS == block &&", "KV_PAGE_TOKENS == block && kv_lane == row &&"),
         ("last + 1);", "last + 2);"),
-        ("block < 0", "block < 1"),
+        ("split < 0", "split < 1"),
         ("kv_written();", "kv_written(); if (page == 0) units[32 * (50 + kv_warp) + kv_lane] = 0xffff;"),
     ],
     ids=["right", "keys", "queries", "rows tried ahead", "the last block", "blocks", "pages"],
@@ -197,6 +225,22 @@ def test_a_kernel_that_is_wrong_does_not_serve(what: str, by: str, monkeypatch: 
     )
     monkeypatch.setattr(steps, "attend_source", lambda **how: wrong if how["is_whole"] else attend_source(**how))
     assert bool(checks.why_wrong_steps()) == bool(what)
+
+
+@pytest.mark.long(9)
+@pytest.mark.skipif(not IS_CPU, reason="the text is a CPU's")
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_kernel_of_many_rows_that_mixes_a_wrong_page_does_not_serve(
+    ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(**how: bool) -> KernelSource:
+        source = attend_source(**how)
+        header = source.header.replace("more.numbers[(step + 1) / IN_PAGE]", "more.numbers[0]")
+        assert header != source.header
+        return replace(source, name=f"{source.name}w", header=header) if how.get("ends", False) == ends else source
+
+    monkeypatch.setattr(steps, "attend_source", wrong)
+    assert checks.why_wrong_steps()
 
 
 def test_steps_that_it_does_not_know_are_left_to_kernels_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
