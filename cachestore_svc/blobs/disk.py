@@ -106,6 +106,14 @@ class Disk:
         except (FileNotFoundError, NotADirectoryError):
             return []
 
+    def is_empty(self, path: Path) -> bool:
+        """Whether it is a directory without a file. Of thousands of files one is read."""
+        try:
+            with os.scandir(path) as entries:
+                return next(entries, None) is None
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
     def size_bytes(self, path: Path) -> int | None:
         try:
             status = path.stat(follow_symlinks=False)

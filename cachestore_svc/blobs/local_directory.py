@@ -91,8 +91,9 @@ class LocalBlobs:
 
     def expect(self) -> bool:
         places = self._directory.parent, self._directory, self._shelves
-        empty = [each for each in places if each.is_dir() and not self._disk.names(each) and not os.path.ismount(each)]
-        self._made |= dict.fromkeys(empty, True)
+        mounted = {each for each in places if os.path.ismount(each)}
+        empty = {each for each in places if each not in mounted and self._disk.is_empty(each)}
+        self._made |= dict.fromkeys(mounted | empty, True)
         return not empty
 
     def prepare(self, hashes: Sequence[str]) -> None:

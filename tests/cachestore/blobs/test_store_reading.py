@@ -148,6 +148,35 @@ def test_a_store_that_starts_without_its_blobs_disk_waits_for_it(
         assert store.statistics.of(NS).damaged_blob_count == 0
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2], ids=["of blobs", "the namespace's", "the store's"])
+def test_a_store_that_wrote_nothing_since_its_start_knows_its_disk_is_away(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    """Each blob that it read went into quarantine, and its first write lay on the disk below."""
+    (digest, data), manifest, away = a_block(), SyntheticAgent(SMALL, 1).turn(30), lab.root.with_name("away")
+    shelves = lab.directory_of(NS) / "blobs"
+    place = (shelves, *shelves.parents)[depth]
+    mounts = {place}
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) in mounts)
+    with lab.open() as store:
+        write(store, digest, data, BlobKind.TENSORS)
+    with lab.open() as store:
+        place.rename(away)
+        place.mkdir()
+        mounts.clear()
+        with pytest.raises(Unavailable):
+            store.blobs.read(NS, digest)
+        with pytest.raises(Unavailable) as refused:
+            store.blobs.open_writer(NS, manifest.manifest_digest, BlobKind.MANIFEST)
+        assert refused.value.reason == "DISK_FAILED"
+        assert list(place.iterdir()) == []
+        place.rmdir()
+        away.rename(place)
+        mounts.add(place)
+        assert bytes(store.blobs.read(NS, digest)) == data
+        assert store.statistics.of(NS).damaged_blob_count == 0
+
+
 def test_a_directory_of_blobs_that_somebody_removed_is_made_again_for_the_next_one(lab: Lab) -> None:
     """Every write was a failure of the disk until the store's next start."""
     (digest, data), manifest = a_block(), SyntheticAgent(SMALL, 1).turn(30)
