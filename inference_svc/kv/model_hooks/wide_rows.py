@@ -5,6 +5,7 @@ leave one block to a multiprocessor, or two blocks share the depth of twice as m
 few_rows' kernel has, and one for all rows.
 """
 
+import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -28,9 +29,19 @@ _SPAN = 2  # chunks of a step, of packed matrices
 _MOST_BYTES, _MOST_STAGES, _LEAST_STAGES = 227 << 10, 16, 3
 _SUMS = 32  # of a thread
 _serving = [False]
-# Words that blocks of a launch meet at, which are zeros behind it. Launches that a graph has side by side have others.
 _LAUNCHES = 64
-_counters: list[mx.array] = []
+
+
+class _MeetingWords(threading.local):
+    """Words that blocks of a launch meet at, which are zeros behind it. Launches that a graph has side by side have
+    others, and so have those of another thread, whose stream runs beside: an embedding model's.
+    """
+
+    def __init__(self) -> None:
+        self.counters: list[mx.array] = []
+
+
+_here = _MeetingWords()
 
 
 class _Shape(NamedTuple):
@@ -89,11 +100,12 @@ def wide_rows(
 
 
 def _next_counters() -> mx.array:
-    if not _counters:
-        _counters.extend(mx.zeros(_BLOCKS, mx.uint32) for _ in range(_LAUNCHES))
-        mx.eval(_counters)
-    _counters.append(_counters.pop(0))
-    return _counters[-1]
+    counters = _here.counters
+    if not counters:
+        counters.extend(mx.zeros(_BLOCKS, mx.uint32) for _ in range(_LAUNCHES))
+        mx.eval(counters)
+    counters.append(counters.pop(0))
+    return counters[-1]
 
 
 @lru_cache(maxsize=256)

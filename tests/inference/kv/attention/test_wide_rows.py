@@ -1,6 +1,8 @@
 """Products of more rows by Hopper's own products, emulated, beside few_rows' kernel."""
 
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import mlx.core as mx
@@ -22,7 +24,7 @@ from tests.inference.kv.attention.emulators import needs_compiler
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_serving", [False])
-    monkeypatch.setattr(module, "_counters", [])
+    monkeypatch.setattr(module, "_here", module._MeetingWords())
     if not hopper.is_hopper():
         monkeypatch.setitem(COMPILERS, Dialect.CUDA, cuda_emulator)
 
@@ -72,7 +74,7 @@ def test_products_are_near_and_a_row_has_the_same_bits_beside_any_others(
     for one, fewer, other in zip(made(0), made(rows // 2), right, strict=True):
         assert mx.allclose(one.astype(mx.float32), other.astype(mx.float32), rtol=0.02, atol=0.01)
         assert mx.array_equal(one[:, rows // 2 :], fewer)
-    assert not any(mx.any(each).item() for each in module._counters)
+    assert not any(mx.any(each).item() for each in module._here.counters)
     module._shape.cache_clear()
 
 
@@ -136,6 +138,34 @@ def test_it_serves_from_33_to_64_rows_where_a_check_found_it_right(monkeypatch: 
     ] * 2
     module.allow(is_right=False)
     assert launches(64) == "few few"
+
+
+def test_launches_of_two_threads_meet_at_words_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their streams run side by side: an engine's, and that of an embedding model beside it."""
+    met_at = dict[int, list[mx.array]]()
+
+    def compiled(*_: object) -> Any:
+        def launch(*, inputs: list[mx.array], output_shapes: Any, **_: Any) -> list[None]:
+            met_at.setdefault(threading.get_ident(), []).append(inputs[-1])
+            return [None for _ in output_shapes]
+
+        return launch
+
+    monkeypatch.setattr(module, "compiled", compiled)
+    x, w = mx.zeros((1, 40, 64), mx.bfloat16), mx.zeros((1440, 64), mx.bfloat16)
+
+    def launches() -> None:
+        for _ in range(module._LAUNCHES):
+            wide_rows(x, [(w,)], [(1, 40, 1440)])
+        mx.synchronize()
+
+    with ThreadPoolExecutor(1) as other:
+        launches()
+        other.submit(launches).result()
+        other.submit(mx.clear_streams).result()  # as the engine's threads do at their end
+    mine, others = ({id(each) for each in words} for words in met_at.values())
+    assert len(mine) == len(others) == module._LAUNCHES
+    assert not mine & others
 
 
 @pytest.mark.parametrize("bits", [16, 4])
