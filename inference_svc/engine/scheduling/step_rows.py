@@ -84,6 +84,7 @@ class StepRows(Generic[TurnT]):
         self._aside = StandingAside(rules.ageing_s)
         self._exceeding = 0  # steps in a row, with this one, whose gap had no room for them
         self._exceeded_s = 0.0  # that they took in these
+        self._goes_on = False  # the namespaces of the step before go along again before others
         self._went: dict[Namespace, int] = {}  # which namespace's went along last: a number that grows
 
     def took(self, now: float, decode_s: float, *, is_plain: bool, is_apart: bool) -> None:
@@ -110,13 +111,14 @@ class StepRows(Generic[TurnT]):
         background = [turn for turn in decoding if turn not in people] if pressing else []
         most = self._most_rows(now, len(decoding))
         chosen = self._seated(pressing or decoding, most, urgency, is_pressing=bool(pressing))
-        before, self._beside, self.beside_s = self._beside, frozenset(), 0.0
+        before = self._beside
         if background:
             self._beside = frozenset(
                 self._going_along(now if may_exceed else None, background, pressing, most, urgency)
             )
         else:
             self._aside.worked(now)
+            self._beside, self.beside_s = frozenset(), 0.0
             self._exceeding, self.is_learning = 0, False
         present = {(turn.namespace, turn in people) for turn in decoding} if self._seats else ()
         self._seats = {key: seats for key, seats in self._seats.items() if key in present}
@@ -168,7 +170,10 @@ class StepRows(Generic[TurnT]):
             left_s = {name: self._gaps.budget_s([*pressing, *background], name, urgency) for name in rows}
         if row_s is None:
             row_s = min(left_s.values()) or self._rules.longest_gap_s  # one row at most
-        order = sorted(rows, key=lambda name: self._went.get(name, 0))
+        # Costs show in a step that has the rows of the one before it.
+        self._goes_on = self._exceeding == 1 or (self.is_learning and not self._goes_on)
+        again = {turn.namespace for turn in self._beside} if self._goes_on else ()
+        order = sorted(rows, key=lambda name: (name not in again, self._went.get(name, 0)))
         counts = _counts(order, rows, left_s, row_s)
         is_due = not counts and now is not None and (self._exceeding == 1 or self._aside.is_due(now, row_s))
         if is_due:

@@ -174,6 +174,18 @@ def test_rows_that_fit_into_the_gap_go_along_in_every_step() -> None:
     assert [len(rows) for rows in world.decoded[-40:]] == [5] * 40
 
 
+@pytest.mark.parametrize("row_s", [0.001, 0.06], ids=["within the gap", "beyond it"])
+def test_costs_of_rows_become_known_where_several_namespaces_have_some(row_s: float) -> None:
+    """Their turns to go along changed with each step, and no step had the rows of the one before it."""
+    world = Watched(row_s=row_s, token_s=0.01, cell_s=0.001)
+    world.submit(*(background(1, 900, name) for name in "abab"), Job(1, 900, namespace="c"))
+    for _ in range(150):
+        world.step()
+    assert not world.scheduler._steps._rows.is_learning
+    if row_s < GAP_S:
+        assert [len(rows) for rows in world.decoded[-40:]] == [5] * 40
+
+
 def test_a_persons_step_that_takes_more_than_the_gap_keeps_no_cheap_row_out() -> None:
     """There is no gap left to be kept, and the row makes it hardly longer."""
     world = Watched(row_s=0.002, token_s=0.1, cell_s=0.001)
