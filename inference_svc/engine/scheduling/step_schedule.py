@@ -122,10 +122,13 @@ class StepSchedule(Generic[TurnT]):
         able = self._most_urgent(prefilling, urgency, decodes=bool(decoding))
         if not able:
             return None
-        turn = self._next_of(able)
+        turn, has_people = self._next_of(able), any(map(urgency.is_pressing, decoding))
+        if has_people and not urgency.is_pressing(turn) and not self._is_due(turn, spent_s):
+            able = [each for each in able if urgency.is_pressing(each)] or able  # an old one keeps no person waiting
+            turn = self._next_of(able)
         budgets_s = {name: self._gaps.budget_s(decoding, name, urgency) for name in {each.namespace for each in able}}
         left_s = budgets_s[turn.namespace] - self._rows.beside_s - spent_s if decoding else None
-        stands_aside = not urgency.is_pressing(turn) and any(map(urgency.is_pressing, decoding))
+        stands_aside = has_people and not urgency.is_pressing(turn)
         if stands_aside and self._rows.is_learning:
             left_s = 0.0
         must_go = not self._pace.has_begun and (not stands_aside or self._is_due(turn, spent_s))

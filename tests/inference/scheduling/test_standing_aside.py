@@ -165,6 +165,22 @@ def test_a_cell_that_took_longer_than_was_thought_is_followed_by_a_longer_wait()
     assert prompt.cells_s[9] - prompt.cells_s[8] >= 3.5
 
 
+def test_a_persons_prompt_does_not_wait_behind_an_old_one_that_stands_aside() -> None:
+    """An old background prompt of its namespace was next, stood aside, and so nothing was computed for seconds."""
+    world = Watched(token_s=0.01, cell_s=0.2)
+    world.submit(Job(1, 4_000, namespace="a"))
+    for _ in range(5):
+        world.step()
+    world.submit(*(background(cells, 1, "a") for cells in (12, 13, 14)))
+    while world.now < 13:
+        world.step()
+    world.submit(prompt := Job(30 * CELL, 1, namespace="a"))
+    began_s = world.now
+    while prompt not in world.ended:
+        world.step()
+    assert max(after - before for before, after in pairwise([began_s, *prompt.cells_s])) < 3 * 0.21
+
+
 def test_rows_that_fit_into_the_gap_go_along_in_every_step() -> None:
     world = Watched(row_s=0.001, token_s=0.01, cell_s=0.001)
     crowd = [background(1, 300, "a") for _ in range(4)]
