@@ -2,7 +2,7 @@
 
 A general product picks its kernel by the number of rows, asks a library for it at every call, and sums in another order
 for another number. Here a row's sums have one order, whatever its neighbours are, and matrices that take the same x
-share a launch. On Hopper `wide_rows` takes 33 rows or more of 16 bits: their sums have another order, one for these.
+share a launch. On Hopper `wide_rows` takes 33 rows or more: their sums have another order, one for these.
 """
 
 from collections.abc import Sequence

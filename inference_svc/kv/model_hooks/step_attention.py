@@ -1,6 +1,6 @@
-"""Attention of a decoding step in one launch on a CUDA device, or of many rows in three: new tokens' queries and keys
-are rotated, their rows written to pages; splits of pages are mixed; these are made results. By kernels one by one these
-are five launches a layer.
+"""Attention of a decoding step in one launch on a CUDA device, or of many rows in two or three: new tokens' queries
+and keys are rotated, their rows written to pages; splits of pages are mixed; these are made results. By kernels one by
+one these are five launches a layer.
 """
 
 from collections.abc import Mapping, Sequence
