@@ -74,7 +74,7 @@ class NamespaceBlobs(Protocol):
 
     def expect(self) -> bool:
         """There are blobs here by the index: whether they can be. An empty directory is taken for the place of a disk
-        that is away: until one is mounted there, nothing is written to it."""
+        that is away, as a link that leads nowhere: until one is mounted there, nothing is written to it."""
 
     def prepare(self, hashes: Sequence[str]) -> None:
         """Make the directories of all these blobs at once, as `begin` would for each."""

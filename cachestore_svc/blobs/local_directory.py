@@ -94,7 +94,8 @@ class LocalBlobs:
         mounted = {each for each in places if os.path.ismount(each)}
         empty = {each for each in places if each not in mounted and self._disk.is_empty(each)}
         self._made |= dict.fromkeys(mounted | empty, True)
-        return not empty
+        # macOS removes a disk's mount point with it, so a link there leads nowhere.
+        return not empty and not any(each.is_symlink() and not each.exists() for each in places)
 
     def prepare(self, hashes: Sequence[str]) -> None:
         """Make the directories in which the blobs lie; those above them are synced once."""

@@ -177,6 +177,30 @@ def test_a_store_that_wrote_nothing_since_its_start_knows_its_disk_is_away(
         assert store.statistics.of(NS).damaged_blob_count == 0
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2], ids=["of blobs", "the namespace's", "the store's"])
+def test_a_store_that_starts_without_the_disk_that_a_link_leads_to_waits_for_it(lab: Lab, depth: int) -> None:
+    """Its start put all blobs into quarantine, where they stayed when the disk was back."""
+    (digest, data), manifest, disk = a_block(), SyntheticAgent(SMALL, 1).turn(30), lab.root.with_name("disk")
+    shelves = lab.directory_of(NS) / "blobs"
+    place = (shelves, *shelves.parents)[depth]
+    with lab.open() as store:
+        write(store, digest, data, BlobKind.TENSORS)
+    disk.mkdir()
+    place.rename(disk / "blobs")
+    place.symlink_to(disk / "blobs")
+    away = disk.rename(disk.with_name("away"))
+    with lab.open() as store:
+        with pytest.raises(Unavailable):
+            store.blobs.read(NS, digest)
+        with pytest.raises(Unavailable) as refused:
+            store.blobs.open_writer(NS, manifest.manifest_digest, BlobKind.MANIFEST)
+        assert refused.value.reason == "DISK_FAILED"
+        away.rename(disk)
+        assert bytes(store.blobs.read(NS, digest)) == data
+        write(store, manifest.manifest_digest, manifest.manifest_bytes, BlobKind.MANIFEST)
+        assert store.statistics.of(NS).damaged_blob_count == 0
+
+
 def test_a_directory_of_blobs_that_somebody_removed_is_made_again_for_the_next_one(lab: Lab) -> None:
     """Every write was a failure of the disk until the store's next start."""
     (digest, data), manifest = a_block(), SyntheticAgent(SMALL, 1).turn(30)
