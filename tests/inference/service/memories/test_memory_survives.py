@@ -299,7 +299,7 @@ def test_blocks_shared_by_agents_leave_at_least_one_token_to_compute(
 
 def test_what_a_turn_adds_is_all_that_is_written(client: InferenceClient, new_agent: Callable[[], str]) -> None:
     agent = new_agent()
-    replies = talk(client, agent, TALK)
+    replies = talk(client, agent, ["How much of this is written?", *TALK])  # no other agent has stored its blocks
     token_bytes = client.get_model().kv_bytes_per_token
     for reply in replies[1:]:
         new_tokens = reply.finished.usage.prompt_tokens + len(reply.token_ids) - reply.started.cached_tokens
