@@ -114,12 +114,17 @@ class Transfers:
             coming.has_come = not order.only_bytes
         if order.only_bytes:
             return
+        yield await self._commit_pulled(order, offered, newest, given_by)
+
+    async def _commit_pulled(
+        self, order: PullOrder, offered: Offered, newest: SnapshotVersion | None, given_by: int | None
+    ) -> SnapshotVersion:
         made = order.namespace, order.local_agent_id, offered.manifest, newest
         detail = f"{order.peer}/{order.agent_id}@{offered.version}"
         terms = CommitTerms(origin=Origin.PULL, origin_detail=detail, owner_generation=given_by)
         async with AsyncExitStack() as room:  # an engine's lease may be waited for
             self.manifests.keep_list(room, order.namespace, len(offered.digests), offered.kept_bytes)
-            yield await self._commit(*made, terms, offered.known)
+            return await self._commit(*made, terms, offered.known)
 
     async def _given_by(self, order: PullOrder, there: Any, is_copy: bool) -> int | None:
         """The generation of the owner whose copy here is renewed; None if the copy has another name."""
