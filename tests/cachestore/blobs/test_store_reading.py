@@ -84,14 +84,27 @@ def test_a_disk_that_is_away_has_lost_no_blob(lab: Lab) -> None:
             store.blobs.read(NS, digest)
 
 
+def directory_at(lab: Lab, depth: int) -> Path:
+    """That of blobs, of its namespace, or of all namespaces."""
+    shelves = lab.directory_of(NS) / "blobs"
+    return (shelves, *shelves.parents)[depth]
+
+
+def bring_back(disk: Path, place: Path, mounts: set[Path]) -> None:
+    """Mount a disk that is away at its place, below which nothing was written meanwhile."""
+    assert list(place.iterdir()) == []
+    place.rmdir()
+    disk.rename(place)
+    mounts.add(place)
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2], ids=["of blobs", "the namespace's", "the store's"])
 def test_nothing_is_written_where_a_disk_was_mounted_that_is_away(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, depth: int
 ) -> None:
     """It would lie on the disk below, out of sight once the disk is back, and what lies there would be damaged."""
     (digest, data), manifest, away = a_block(), SyntheticAgent(SMALL, 1).turn(30), lab.root.with_name("away")
-    shelves = lab.directory_of(NS) / "blobs"
-    place = (shelves, *shelves.parents)[depth]
+    place = directory_at(lab, depth)
     mounts, numbered = {place}, (Digest.of(str(number).encode()) for number in range(1 << 14))
     on_shelf = next(each for each in numbered if each.hash[:2] == digest.hash[:2])
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) in mounts)
@@ -106,10 +119,7 @@ def test_nothing_is_written_where_a_disk_was_mounted_that_is_away(
             with pytest.raises(Unavailable) as refused:
                 store.blobs.open_writer(namespace, each, BlobKind.MANIFEST)
             assert refused.value.reason == "DISK_FAILED"
-        assert list(place.iterdir()) == []
-        place.rmdir()
-        away.rename(place)
-        mounts.add(place)
+        bring_back(away, place, mounts)
         assert bytes(store.blobs.read(NS, digest)) == data
         write(store, manifest.manifest_digest, manifest.manifest_bytes, BlobKind.MANIFEST)
 
@@ -120,8 +130,7 @@ def test_a_store_that_starts_without_its_blobs_disk_waits_for_it(
 ) -> None:
     """Its start put all blobs into quarantine, and its first write lay on the disk below."""
     (digest, data), manifest, away = a_block(), SyntheticAgent(SMALL, 1).turn(30), lab.root.with_name("away")
-    shelves, mounts = lab.directory_of(NS) / "blobs", set[Path]()
-    place = (shelves, *shelves.parents)[depth]
+    place, mounts = directory_at(lab, depth), set[Path]()
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) in mounts)
     with lab.open() as store:
         write(store, digest, data, BlobKind.TENSORS)
@@ -138,10 +147,7 @@ def test_a_store_that_starts_without_its_blobs_disk_waits_for_it(
                 call()
             assert refused.value.reason == "DISK_FAILED"
         assert not store.blobs.receive_files(NS)
-        assert list(place.iterdir()) == []
-        place.rmdir()
-        away.rename(place)
-        mounts.add(place)
+        bring_back(away, place, mounts)
         assert bytes(store.blobs.read(NS, digest)) == data
         write(store, manifest.manifest_digest, manifest.manifest_bytes, BlobKind.MANIFEST)
     with lab.open() as store:
@@ -154,8 +160,7 @@ def test_a_store_that_wrote_nothing_since_its_start_knows_its_disk_is_away(
 ) -> None:
     """Each blob that it read went into quarantine, and its first write lay on the disk below."""
     (digest, data), manifest, away = a_block(), SyntheticAgent(SMALL, 1).turn(30), lab.root.with_name("away")
-    shelves = lab.directory_of(NS) / "blobs"
-    place = (shelves, *shelves.parents)[depth]
+    place = directory_at(lab, depth)
     mounts = {place}
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) in mounts)
     with lab.open() as store:
@@ -169,10 +174,7 @@ def test_a_store_that_wrote_nothing_since_its_start_knows_its_disk_is_away(
         with pytest.raises(Unavailable) as refused:
             store.blobs.open_writer(NS, manifest.manifest_digest, BlobKind.MANIFEST)
         assert refused.value.reason == "DISK_FAILED"
-        assert list(place.iterdir()) == []
-        place.rmdir()
-        away.rename(place)
-        mounts.add(place)
+        bring_back(away, place, mounts)
         assert bytes(store.blobs.read(NS, digest)) == data
         assert store.statistics.of(NS).damaged_blob_count == 0
 
@@ -181,8 +183,7 @@ def test_a_store_that_wrote_nothing_since_its_start_knows_its_disk_is_away(
 def test_a_store_that_starts_without_the_disk_that_a_link_leads_to_waits_for_it(lab: Lab, depth: int) -> None:
     """Its start put all blobs into quarantine, where they stayed when the disk was back."""
     (digest, data), manifest, disk = a_block(), SyntheticAgent(SMALL, 1).turn(30), lab.root.with_name("disk")
-    shelves = lab.directory_of(NS) / "blobs"
-    place = (shelves, *shelves.parents)[depth]
+    place = directory_at(lab, depth)
     with lab.open() as store:
         write(store, digest, data, BlobKind.TENSORS)
     disk.mkdir()
