@@ -1,12 +1,12 @@
 """Requests checked, and the answers that are more than one record."""
 
-from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypedDict, TypeVar
 
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.formats.blob_place import is_token
-from kvasir.formats.digest import Digest
+from kvasir.formats.digest import BlobName, Digest, names_of
 from kvasir.formats.frame_messages import Carrier
 from kvasir.names import check_agent_id, check_owner
 from kvasir.server.answers import written
@@ -23,6 +23,7 @@ from cachestore_svc.facts.records import (
 )
 from cachestore_svc.moving.outbound import Piece
 
+T = TypeVar("T")
 _EVENTS = {
     records.Committed: "committed",
     records.AgentDeleted: "agent_deleted",
@@ -41,12 +42,24 @@ def read_digest(message: manifest_pb2.Digest, field: str) -> Digest:
 
 
 def read_digests(messages: Sequence[manifest_pb2.Digest], field: str = "digests") -> list[Digest]:
+    return _read_all(Digest.from_protos, messages, field)
+
+
+def read_names(messages: Sequence[manifest_pb2.Digest], field: str = "digests") -> list[BlobName]:
+    return _read_all(names_of, messages, field)
+
+
+def _read_all(
+    read: Callable[[Sequence[manifest_pb2.Digest]], list[T]], messages: Sequence[manifest_pb2.Digest], field: str
+) -> list[T]:
     if len(messages) > MAX_DIGESTS_PER_REQUEST:
         raise wrong(field, f"expected at most {MAX_DIGESTS_PER_REQUEST}, got {len(messages)}")
     try:
-        return Digest.from_protos(messages)
+        return read(messages)
     except ValueError:  # one by one, to name the field
-        return [read_digest(message, f"{field}[{index}]") for index, message in enumerate(messages)]
+        for index, message in enumerate(messages):
+            read_digest(message, f"{field}[{index}]")
+        raise
 
 
 def read_kind(kind: int) -> BlobKind:

@@ -82,9 +82,10 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
         namespace = caller_namespace()
 
         def answer() -> pb.FindMissingBlobsResponse:
-            asked = dict(zip(messages.read_digests(request.digests), request.digests, strict=True))
-            missing = self._store.blobs.find_missing(namespace, list(asked))
-            return pb.FindMissingBlobsResponse(missing=[asked[digest] for digest in missing])
+            names = messages.read_names(request.digests)
+            whole = self._store.blobs.find_whole(namespace, names)
+            missing = {name: each for name, each in zip(names, request.digests, strict=True) if name not in whole}
+            return pb.FindMissingBlobsResponse(missing=missing.values())
 
         return await self._looked_up(len(request.digests), answer)
 

@@ -34,7 +34,7 @@ class Repairs:
             except KvasirError as error:
                 structlog.get_logger("cachestore").info("repair.failed", peer=name, reason=error.reason)
             else:
-                self._store.blobs.count_repair(namespace)
+                self._store.statistics.count_repair(namespace)
                 structlog.get_logger("cachestore").info("repair.done", peer=name, namespace=namespace)
                 return True
         return False

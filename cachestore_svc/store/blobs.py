@@ -7,7 +7,7 @@ from functools import partial
 from itertools import takewhile
 
 from kvasir.errors import DataLoss, InvalidArgument, KvasirError, NotFound, ResourceExhausted
-from kvasir.formats.digest import Digest
+from kvasir.formats.digest import BlobName, Digest
 
 from cachestore_svc.blobs.blob_checks import BlobFacts
 from cachestore_svc.blobs.blob_writer import BlobWriter as BlobWriter
@@ -30,14 +30,24 @@ class Blobs:
 
     def find_missing(self, namespace: str, digests: Sequence[Digest]) -> list[Digest]:
         """Digests that the namespace lacks or holds damaged, in the order asked. Extends the others' lifetimes."""
-        check_range("digests", len(digests), 0, MAX_DIGESTS_PER_REQUEST)
-        slices = (digests[start : start + SLICE] for start in range(0, len(digests), SLICE))
-        return [digest for some in slices for digest in self._missing_of(namespace, some)]
+        names = [(digest.hash, digest.size_bytes) for digest in digests]
+        whole = self.find_whole(namespace, names)
+        return [digest for digest, name in zip(digests, names, strict=True) if name not in whole]
 
-    def _missing_of(self, namespace: str, digests: Sequence[Digest]) -> list[Digest]:
-        found = promised(self._core, namespace, lambda view: view.find_blobs(digests).values())
-        stored = {blob.digest for blob in found}
-        return [digest for digest in digests if digest not in stored]
+    def find_whole(self, namespace: str, names: Sequence[BlobName]) -> set[BlobName]:
+        """Those that the namespace holds, and not damaged. Extends their lifetimes."""
+        check_range("digests", len(names), 0, MAX_DIGESTS_PER_REQUEST)
+        slices = (names[start : start + SLICE] for start in range(0, len(names), SLICE))
+        return {name for some in slices for name in self._whole_of(namespace, some)}
+
+    def _whole_of(self, namespace: str, names: Sequence[BlobName]) -> list[BlobName]:
+        asked = set(names)
+
+        def find(view: CatalogView) -> list[BlobEntry]:
+            found = view.entries_of([hash_ for hash_, _ in asked])
+            return [blob for blob in found if (blob.hash, blob.size_bytes) in asked]
+
+        return [(blob.hash, blob.size_bytes) for blob in promised(self._core, namespace, find)]
 
     def receive_files(self, namespace: str) -> bool:
         """Whether a caller on this host may hand whole files over, never where bytes must not lie plain."""
@@ -147,9 +157,6 @@ class Blobs:
         if blob is None:
             return None
         return BlobKind.MANIFEST if blob.kind == BlobKind.MANIFEST else BlobKind.TENSORS
-
-    def count_repair(self, namespace: str) -> None:
-        self._core.counters.add(namespace, "blobs_repaired")
 
     def named_blobs(self, namespace: str, manifest: Digest, total_bytes: int) -> list[Digest]:
         """The blobs that a version's manifest names, in order. Raises NotFound, DataLoss (INDEX_DAMAGED)."""

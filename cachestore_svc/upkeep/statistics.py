@@ -59,6 +59,9 @@ class Statistics:
     def counted(self) -> Mapping[str, int]:
         return self._core.counters.of_all()
 
+    def count_repair(self, namespace: str) -> None:
+        self._core.counters.add(namespace, "blobs_repaired")
+
     def ailments(self) -> list[Ailment]:
         """Faults of the store, for its owner. Raises where the index does not answer."""
         core, found = self._core, list[Ailment]()

@@ -16,6 +16,7 @@ from psycopg.pq import ConnStatus, ExecStatus
 from psycopg.pq.abc import PGconn, PGresult
 
 _LIST = re.compile(r"json_each\(:(\w+)\)(?: AS (\w+))?")
+_SOUGHT = re.compile(r"json_each\(:(\w+)\) AS sought CROSS JOIN (.+)= sought\.value", re.DOTALL)
 _AMONG = re.compile(r"IN \(SELECT value FROM json_each\(:(\w+)\)\)")
 _VALUE = re.compile(r"(?<![:\w]):([a-z_]\w*)")
 _Key = tuple[bytes, tuple[int, ...]]
@@ -29,6 +30,7 @@ def adapted(sql: str) -> tuple[bytes, tuple[str, ...]]:
     text = sql.replace(" NOT INDEXED", "")
     text = re.sub(r"LIMIT :(\w+)", r"LIMIT NULLIF(:\1, -1)", text)
     text = re.sub(r":(\w+) IS NULL", r"CAST(:\1 AS TEXT) IS NULL", text)
+    text = _SOUGHT.sub(r"\2IN (SELECT value FROM json_each(:\1))", text)
     text = _LIST.sub(_unnested, _AMONG.sub(_among, text))
     names = tuple(dict.fromkeys(_VALUE.findall(text)))
     return _VALUE.sub(lambda found: f"${names.index(found[1]) + 1}", text).encode(), names

@@ -17,6 +17,7 @@ class CatalogView(Rows):
     counted_bytes = blobs.counted_bytes
     find_blob = blobs.find_blob
     find_blobs = blobs.find_blobs
+    entries_of = blobs.entries_of
     has_hash = blobs.has_hash
     listed_hashes = blobs.listed_hashes
     all_hashes = blobs.all_hashes

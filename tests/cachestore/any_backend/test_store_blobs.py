@@ -216,6 +216,7 @@ def test_a_digest_with_another_size_is_another_digest(store: Store) -> None:
     write(store, digest, data, TENSORS)
     lie = Digest(digest.hash, digest.size_bytes + 1)
     assert store.blobs.find_missing(NS, [lie]) == [lie]
+    assert store.blobs.find_missing(NS, [lie, digest]) == store.blobs.find_missing(NS, [digest, lie]) == [lie]
     with pytest.raises(NotFound):
         store.blobs.read(NS, lie)
 

@@ -45,6 +45,9 @@ PROBES: dict[str, Callable[[Store, SyntheticSnapshot], object]] = {
     "blobs.find_missing": lambda s, c: (
         s.blobs.find_missing(NS, c.digests) == c.digests or pytest.fail("their blobs were seen")
     ),
+    "blobs.find_whole": lambda s, c: (
+        s.blobs.find_whole(NS, [(each.hash, each.size_bytes) for each in c.digests]) and pytest.fail("seen")
+    ),
     "blobs.open_writer": lambda s, c: (
         s.blobs.open_writer(NS, c.digests[0], BlobKind.TENSORS).is_stored and pytest.fail("seen")
     ),
@@ -91,7 +94,7 @@ PROBES: dict[str, Callable[[Store, SyntheticSnapshot], object]] = {
     "care.collect_garbage": lambda s, c: s.care.collect_garbage(NS).blobs_marked == 0 or pytest.fail("marked"),
     "agents.usage": lambda s, c: not_found(lambda: s.agents.usage(NS, "secret")),
     "blobs.kind_of": lambda s, c: s.blobs.kind_of(NS, c.digests[0]) is None or pytest.fail("their blob was seen"),
-    "blobs.count_repair": lambda s, c: s.blobs.count_repair(NS),
+    "statistics.count_repair": lambda s, c: s.statistics.count_repair(NS),
     "owners.of": lambda s, c: s.owners.of(NS, "secret").generation == 0 or pytest.fail("their owner was seen"),
     "owners.claim": lambda s, c: not_found(lambda: s.owners.claim(NS, "secret", 1)),
     "moves.offer": lambda s, c: not_found(lambda: s.moves.offer(NS, "secret", "peer", "move", 0, anybody)),
@@ -118,7 +121,7 @@ WHOLE_STORE = {
     *("statistics.counted", "statistics.totals", "statistics.ailments", "statistics.written"),
 }
 # These leave something of ours, or see that others were counted: each gets a store of its own.
-ALONE = {"blobs.open_writer", "blobs.count_repair", "snapshots.commit_early", "leases.acquire", "statistics.of"}
+ALONE = {"blobs.open_writer", "statistics.count_repair", "snapshots.commit_early", "leases.acquire", "statistics.of"}
 WITHIN_THE_STORE = {"leases.taking_back", "leases.watching_releases"}
 SHARED_CATALOGS = {
     "moves.order",

@@ -10,6 +10,7 @@ from blake3 import blake3
 from kvasir.cachestore.v1 import manifest_pb2
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
+BlobName: TypeAlias = tuple[str, int]  # a digest's hash and size: made, compared and looked up in a third of its time
 
 _HASH_DIGITS = 64
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -60,11 +61,9 @@ class Digest:
     @classmethod
     def from_protos(cls, messages: Sequence[manifest_pb2.Digest]) -> "list[Digest]":
         """Of many, which are checked together: a third of the time."""
-        hashes, sizes = [each.hash for each in messages], [each.size_bytes for each in messages]
-        if not are_hashes(hashes) or min(sizes, default=0) < 0:
-            return [cls(*each) for each in zip(hashes, sizes, strict=True)]
-        made = [cls.__new__(cls) for _ in hashes]
-        for digest, hash_, size_bytes in zip(made, hashes, sizes, strict=True):
+        names = names_of(messages)
+        made = [cls.__new__(cls) for _ in names]
+        for digest, (hash_, size_bytes) in zip(made, names, strict=True):
             _SET_HASH(digest, hash_)
             _SET_SIZE(digest, size_bytes)
         return made
@@ -78,6 +77,16 @@ class Digest:
 
 # Of a frozen class: its `__init__` sets its fields so, too, and checks each.
 _SET_HASH, _SET_SIZE = (vars(Digest)[name].__set__ for name in ("hash", "size_bytes"))
+
+
+def names_of(messages: Sequence[manifest_pb2.Digest]) -> list[BlobName]:
+    """Hashes and sizes of many digests, checked. Raises ValueError as `Digest`."""
+    hashes, sizes = [each.hash for each in messages], [each.size_bytes for each in messages]
+    names = list(zip(hashes, sizes, strict=True))
+    if not are_hashes(hashes) or min(sizes, default=0) < 0:
+        for each in names:
+            Digest(*each)
+    return names
 
 
 def _threads_for(size_bytes: int) -> int:
