@@ -162,7 +162,7 @@ def _take_own_operations(model: Module, kernels: KernelChoice, *, decodes: bool 
         make_row_exact(model)
         take_quick_swiglu(model)
     elif kernels.takes_few_rows():
-        take_few_rows(model)
+        take_few_rows(model, has_wide=kernels.has_wide_rows)
         if kernels.joins_steps():
             # Claimed first: the check's launches, too, must have no other model's beside them.
             may_have = decodes and has_llamas_blocks(model) and may_have_whole_layers(model)

@@ -27,7 +27,6 @@ from inference_svc.kv.attention.geometry import has_tiles, why_not
 from inference_svc.kv.attention.hopper import is_hopper
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.codec import layer_codecs
-from inference_svc.kv.model_hooks import wide_rows
 from inference_svc.kv.page import PageFormat
 from inference_svc.kv.pages.groups import groups_of
 from inference_svc.kv.policy import Rung, policy_of
@@ -70,6 +69,7 @@ class KernelChoice:
         self._windows: set[tuple[PageFormat, mx.Dtype]] = set()  # for which windows' kernel is right
         self._failures: list[str] = []
         self._has_few_rows = False
+        self.has_wide_rows = False  # and Hopper's own products take that kernel's place for more
 
     @property
     def conditions(self) -> str:
@@ -109,7 +109,7 @@ class KernelChoice:
         if self._dialect is Dialect.CUDA:
             self._has_few_rows = not self._recorded("products of few rows", why_wrong_products)
         if self._has_few_rows and is_hopper():
-            wide_rows.allow(is_right=not self._recorded("wide products", why_wrong_wide, _FEW_ROWS))
+            self.has_wide_rows = not self._recorded("wide products", why_wrong_wide, _FEW_ROWS)
         return self._has_few_rows
 
     def joins_steps(self) -> bool:

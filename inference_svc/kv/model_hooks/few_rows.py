@@ -2,7 +2,8 @@
 
 A general product picks its kernel by the number of rows, asks a library for it at every call, and sums in another order
 for another number. Here a row's sums have one order, whatever its neighbours are, and matrices that take the same x
-share a launch. On Hopper `wide_rows` takes 33 rows or more: their sums have another order, one for these.
+share a launch. On Hopper `wide_rows` takes 33 rows or more of a model for which a check found it right: their sums have
+another order, one for these.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
 from inference_svc.kv.attention.fused import COMPILERS, compiled
 from inference_svc.kv.attention.geometry import LANES
 from inference_svc.kv.attention.kernels import Dialect, few_rows_source
-from inference_svc.kv.model_hooks.wide_rows import serve, wide_rows
+from inference_svc.kv.model_hooks.wide_rows import can_serve, wide_rows
 
 MAX_ROWS = 64
 _LEAST_DEPTH = 128  # MLX 0.32's CUDA product of several rows with packed matrices of fewer inputs is wrong
@@ -55,12 +56,13 @@ def few_rows(
     is_gated: bool = False,
     added: mx.array | None = None,
     heads: Sequence[int] = (),
+    has_wide: bool = False,
 ) -> list[mx.array]:
     """x [..., depth] times each w [width, depth] transposed, all of one 16-bit type: [..., width], summed in fp32.
 
     `is_gated`: of two products p and q of one width alone silu(p) * q, p and q rounded. `added` [..., width]: rows that
     are added to the one product, after it was rounded. `heads`: into how many each product of x [slots, 1, depth] is
-    cut, so that results are [slots, heads, 1, dim] as attention takes them.
+    cut, so that results are [slots, heads, 1, dim] as attention takes them. `has_wide`: `wide_rows` may serve.
 
     At most MAX_ROWS rows and three matrices, all packed in groups of one size or none. The depth is a multiple of 8, of
     packed ones of 64. A model's own shape, [slots, n, depth], is taken and given as it is: each change of shape would
@@ -72,7 +74,7 @@ def few_rows(
     results = widths[:1] if is_gated else widths
     shapes = [(*shape, width) for width in results] if not heads else _in_heads(shape[0], results, heads)
     groups = matrices[0][1].shape[1] if is_packed else 0
-    if serve(rows, depth, results, groups, is_gated=is_gated):
+    if has_wide and can_serve(rows, depth, results, groups, is_gated=is_gated):
         return wide_rows(x, matrices, shapes, is_gated=is_gated, added=added)
     warps = _warps(groups, sum(widths))
     tiles, height, stages = _block_shape(rows, widths, groups, warps, least=2 if is_gated else 1)
@@ -151,8 +153,8 @@ def _blocks(widths: Sequence[int], height: float) -> int:
 class JointProducts:
     """Layers that a model calls with the same x, one after the other: the first call computes for all."""
 
-    def __init__(self, members: Sequence[Module]) -> None:
-        self._members, self._form = members, _form(members[0])
+    def __init__(self, members: Sequence[Module], *, has_wide: bool = False) -> None:
+        self._members, self._form, self._has_wide = members, _form(members[0]), has_wide
         self._x: mx.array | None = None
         self._products: dict[int, mx.array] = {}
         self.keeps_last = False  # until `plus`
@@ -164,23 +166,23 @@ class JointProducts:
 
     def heads(self, x: mx.array, counts: Sequence[int]) -> list[mx.array]:
         """All members' products of x [slots, 1, depth], cut into so many heads each: [slots, heads, 1, dim]."""
-        return few_rows(x, [_matrix(each) for each in self._members], heads=counts)
+        return self._made(x, heads=counts)
 
     def gated(self, x: mx.array) -> mx.array:
         """silu(p) * q of the two members' products p and q."""
-        return few_rows(x, [_matrix(each) for each in self._members], is_gated=True)[0]
+        return self._made(x, is_gated=True)[0]
 
     def plus(self, product: mx.array, added: mx.array) -> mx.array | None:
         """The sum, by a kernel that takes the place of the product's own; None unless this was the last product."""
         last, self._last = self._last, None
         if last is None or last[1] is not product or added.dtype != product.dtype or added.shape != product.shape:
             return None
-        return few_rows(last[0], [_matrix(self._members[0])], added=added)[0]
+        return self._made(last[0], added=added)[0]
 
     def product(self, member: Module, x: mx.array) -> mx.array:
         """x [..., depth] times the member's matrix."""
         if self._x is not x or id(member) not in self._products:
-            found = few_rows(x, [_matrix(each) for each in self._members])
+            found = self._made(x)
             self._x, self._products = x, {id(each): y for each, y in zip(self._members, found, strict=True)}
         y = self._products.pop(id(member))
         if not self._products:
@@ -188,6 +190,9 @@ class JointProducts:
         if self.keeps_last:
             self._last = x, y
         return y
+
+    def _made(self, x: mx.array, **how: Any) -> list[mx.array]:
+        return few_rows(x, [_matrix(each) for each in self._members], has_wide=self._has_wide, **how)
 
 
 class _FewRowsLinear(Linear):
@@ -212,15 +217,19 @@ class _FewRowsQuantized(QuantizedLinear):
 
 
 class _FewRowsEmbedding(Embedding):
+    together: JointProducts
+
     def as_linear(self, x: mx.array) -> mx.array:
         own: Any = super().as_linear
-        return few_rows(x, [_matrix(self)])[0] if _is_few(_form(self), x) else own(x)
+        return self.together.product(self, x) if self.together.takes(x) else own(x)
 
 
 class _FewRowsQuantizedEmbedding(QuantizedEmbedding):
+    together: JointProducts
+
     def as_linear(self, x: mx.array) -> mx.array:
         own: Any = super().as_linear
-        return few_rows(x, [_matrix(self)])[0] if _is_few(_form(self), x) else _by_mlx(self, own, x)
+        return self.together.product(self, x) if self.together.takes(x) else _by_mlx(self, own, x)
 
 
 _TAKEN: dict[type[Module], type[Module]] = {
@@ -231,25 +240,26 @@ _TAKEN: dict[type[Module], type[Module]] = {
 }
 
 
-def take_few_rows(model: Module) -> None:
-    """Make the model's own projections compute a few rows by the kernel. For a CUDA device."""
+def take_few_rows(model: Module, *, has_wide: bool = False) -> None:
+    """Make the model's own projections compute a few rows by the kernel, and where `wide_rows` is right, more by that
+    one. For a CUDA device.
+    """
     modules: Any = model
     for parent in modules.modules():
         for names in _TOGETHER:
             members = [parent[name] for name in names if name in parent and type(parent[name]) in _TAKEN]
             if len({_form(member) for member in members}) == 1:
-                _take(members)
+                _take(members, has_wide=has_wide)
     for module in modules.modules():
         if type(module) in _TAKEN:
-            _take([module])
+            _take([module], has_wide=has_wide)
 
 
-def _take(members: Sequence[Module]) -> None:
-    together = JointProducts(members)
+def _take(members: Sequence[Module], *, has_wide: bool) -> None:
+    together = JointProducts(members, has_wide=has_wide)
     for member in members:
         member.__class__ = _TAKEN[type(member)]
-        if not isinstance(member, Embedding | QuantizedEmbedding):
-            member.together = together
+        member.together = together
 
 
 def _matrix(module: Any) -> Matrix:

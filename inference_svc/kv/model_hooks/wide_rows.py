@@ -28,7 +28,6 @@ _X_BYTES = 2 * _MOST_ROWS * _CHUNK  # of a chunk
 _SPAN = 2  # chunks of a step, of packed matrices
 _MOST_BYTES, _MOST_STAGES, _LEAST_STAGES = 227 << 10, 16, 3
 _SUMS = 32  # of a thread
-_serving = [False]
 _LAUNCHES = 64
 
 
@@ -52,14 +51,9 @@ class _Shape(NamedTuple):
     constants: dict[str, int]
 
 
-def allow(*, is_right: bool) -> None:
-    """From here on, in this process: where a check found it right."""
-    _serving[0] = is_right
-
-
-def serve(rows: int, depth: int, widths: Sequence[int], groups: int, *, is_gated: bool) -> bool:
-    """Whether it takes few_rows' place for results of these widths, of matrices in so many groups, 0: of 16 bits."""
-    if not _serving[0] or not _LEAST_ROWS <= rows <= _MOST_ROWS or depth % _CHUNK:
+def can_serve(rows: int, depth: int, widths: Sequence[int], groups: int, *, is_gated: bool) -> bool:
+    """Whether it is faster than few_rows for results of these widths, of matrices in so many groups, 0: of 16 bits."""
+    if not _LEAST_ROWS <= rows <= _MOST_ROWS or depth % _CHUNK:
         return False
     if groups and (depth != groups * _CHUNK or groups % 8):  # a row's scales are whole pieces of 16 bytes
         return False
