@@ -17,8 +17,9 @@ from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.model_hooks import few_rows as few
 from inference_svc.kv.model_hooks import wide_rows as module
 from inference_svc.kv.model_hooks.few_rows import few_rows
-from inference_svc.kv.model_hooks.wide_rows import wide_rows
+from inference_svc.kv.model_hooks.wide_rows import can_serve, wide_rows
 from inference_svc.model import loading
+from inference_svc.model.model_runner import _INVARIANT_ROWS
 from tests.emulation.emulator import cuda_emulator
 from tests.inference.kv.attention.emulators import needs_compiler
 
@@ -136,6 +137,12 @@ def test_it_serves_from_33_to_64_rows_of_a_model_that_has_it(monkeypatch: pytest
     assert [launches(64, width=1440), launches(64, width=1024), launches(64, group=64)] == ["wide wide"] + [
         "few few"
     ] * 2
+
+
+def test_rows_of_a_fixed_number_are_too_few_for_it() -> None:
+    """Passes of these lie side by side in one graph: of more than `_LAUNCHES` launches some would meet at one word."""
+    assert not any(can_serve(rows, 4096, [14_336], 0, is_gated=True) for rows in range(_INVARIANT_ROWS + 1))
+    assert can_serve(33, 4096, [14_336], 0, is_gated=True)
 
 
 def test_launches_of_two_threads_meet_at_words_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
