@@ -25,12 +25,14 @@ _HEADS = 4
 _BLOCKS = (2, 0)  # the pages of all rows: each sees those before it, on both sides of a block's border
 # The first sees the second's row, of the same page; the last one sees as much of a page as of the one before.
 _PLACES = (PAGE_TOKENS - 1, PAGE_TOKENS - 3, PAGE_TOKENS + 1, -1, 2 * PAGE_TOKENS - 9)
-# Whether it is in one launch, rows with empty ones, and blocks of a sequence: a block of many rows' mixes some or all.
+# The last one's, where a block of many rows does not mix all: the same ones again and again, and then one of its own.
+_FAR_BLOCKS = (*_BLOCKS * (MOST_PAGES // len(_BLOCKS)), 1)
+# Whether it is in one launch, rows with empty ones, and whether the last one is far.
 _LAUNCHES = (
-    (True, len(_PLACES), len(_BLOCKS)),
-    (False, len(_PLACES), len(_BLOCKS)),
-    (False, LEAST_OF_PAGES, len(_BLOCKS)),
-    (False, LEAST_OF_PAGES, MOST_PAGES + 1),
+    (True, len(_PLACES), False),
+    (False, len(_PLACES), False),
+    (False, LEAST_OF_PAGES, False),
+    (False, LEAST_OF_PAGES, True),
 )
 _SEED = 110  # by which faults show
 _TOLERANCE = 0.03
@@ -39,14 +41,14 @@ _OTHER_UNITS = 2e-4  # of all of the pages': new rows whose sums were rounded ot
 
 def differences() -> Iterator[str]:
     """The faults that are found."""
-    table, places = mx.array([_BLOCKS] * len(_PLACES), mx.int32), mx.array(_PLACES, mx.int32)
-    expected = _pages()
     new = NewTokens(*(_random(len(_PLACES), heads, _SEED + heads + seed) for seed, heads in enumerate((_HEADS, 2, 2))))
     rotation = Rotation(1 / (1 + mx.arange(_ROWS.dim // 2, dtype=mx.float32) ** 2), new_counters())
-    right = _by_steps(new, StepPages(expected, _FORMAT, table, places), rotation)
-    mx.eval(right)
-    for is_whole, rows, blocks in _LAUNCHES:
-        step = StepPages(_pages(), _FORMAT, _padded(table, rows, blocks), _padded(places, rows, value=-1))
+    for is_whole, rows, is_far in _LAUNCHES:
+        table, places = _last_is_far() if is_far else _near()
+        expected = _pages()
+        right = _by_steps(new, StepPages(expected, _FORMAT, table, places), rotation)
+        mx.eval(right)
+        step = StepPages(_pages(), _FORMAT, _padded(table, rows), _padded(places, rows, value=-1))
         given = NewTokens(*(_padded(each, rows) for each in (new.queries, new.keys, new.values)))
         found = step_attention(given, step, rotation, _ROWS.dim**-0.5, is_whole=is_whole)[: len(_PLACES)]
         mx.eval(found)
@@ -56,10 +58,19 @@ def differences() -> Iterator[str]:
             yield "a step's rows are written differently from the reference"
 
 
-def _padded(given: mx.array, rows: int, columns: int = 0, value: int = 0) -> mx.array:
-    more = (rows, columns) if columns else (rows,)
-    widths = [(0, wanted - size) for wanted, size in zip(more, given.shape, strict=False)]
-    return mx.pad(given, widths + [(0, 0)] * (given.ndim - len(widths)), constant_values=value)
+def _near() -> tuple[mx.array, mx.array]:
+    """The block table, and the places of rows."""
+    return mx.array([_BLOCKS] * len(_PLACES), mx.int32), mx.array(_PLACES, mx.int32)
+
+
+def _last_is_far() -> tuple[mx.array, mx.array]:
+    blocks = (*_BLOCKS, *[0] * (len(_FAR_BLOCKS) - len(_BLOCKS)))
+    places = (*_PLACES[:-1], _PLACES[-1] + (len(_FAR_BLOCKS) - len(_BLOCKS)) * PAGE_TOKENS)
+    return mx.array([*[blocks] * (len(_PLACES) - 1), _FAR_BLOCKS], mx.int32), mx.array(places, mx.int32)
+
+
+def _padded(given: mx.array, rows: int, value: int = 0) -> mx.array:
+    return mx.pad(given, [(0, rows - len(given)), *[(0, 0)] * (given.ndim - 1)], constant_values=value)
 
 
 def _by_steps(new: NewTokens, step: StepPages, rotation: Rotation) -> mx.array:

@@ -1,6 +1,6 @@
 """A step's attention as one kernel, emulated, beside the same step's kernels one by one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ from mlx_lm.models import llama, qwen3
 from inference_svc.kv.attention import checks
 from inference_svc.kv.attention.fused import COMPILERS
 from inference_svc.kv.attention.in_place import append_rows
-from inference_svc.kv.attention.kernels import Dialect, KernelSource, attend_source
+from inference_svc.kv.attention.kernels import Dialect, KernelSource, attend_source, results_source
 from inference_svc.kv.attention.paged import paged_attention
 from inference_svc.kv.attention.reference import Scoring
 from inference_svc.kv.batch.fused_layer import StepPages
@@ -240,6 +240,29 @@ def test_a_kernel_of_many_rows_that_mixes_a_wrong_page_does_not_serve(
         return replace(source, name=f"{source.name}w", header=header) if how.get("ends", False) == ends else source
 
     monkeypatch.setattr(steps, "attend_source", wrong)
+    assert checks.why_wrong_steps()
+
+
+@pytest.mark.long(9)
+@pytest.mark.skipif(not IS_CPU, reason="the text is a CPU's")
+@pytest.mark.parametrize(
+    ("made", "what", "by"),
+    [
+        (attend_source, "block = split * PAGES", "block = PAGES > 1 ? 0 : split"),
+        (attend_source, "mine + split * STRIDE", "mine + (PAGES > 1 ? 0 : split) * STRIDE"),
+        (results_source, "* PAGES) + 1", "* PAGES) * (PAGES == 1) + 1"),
+    ],
+    ids=["pages", "mixes", "results"],
+)
+def test_many_rows_of_which_one_has_pages_for_two_blocks_are_checked(
+    made: Callable[..., KernelSource], what: str, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(**how: bool) -> KernelSource:
+        right = made(**how)
+        assert what in right.source
+        return replace(right, name=f"{right.name}w", source=right.source.replace(what, by))
+
+    monkeypatch.setattr(steps, made.__name__, wrong)
     assert checks.why_wrong_steps()
 
 
