@@ -257,13 +257,13 @@ class StepSchedule(Generic[TurnT]):
     def _most_urgent(
         self, prefilling: Collection[TurnT], urgency: Urgency[TurnT], *, decodes: bool
     ) -> Collection[TurnT]:
-        """The most urgent class of turns that may get a cell, or load files; while others decode, none that would only
-        wait for its files.
+        """Turns of the most urgent class that may get a cell, or load files; while others decode, none that would only
+        wait for its files. No less urgent one takes the place of one whose namespace owes: it owes decoding rows.
         """
-        prefilling = [turn for turn in prefilling if not self._owes(turn) and not (decodes and turn.awaits_bytes)]
+        prefilling = [turn for turn in prefilling if not (decodes and turn.awaits_bytes)]
         pressing = {turn.namespace for turn in prefilling if urgency.is_pressing(turn)}
         urgent = [turn for turn in prefilling if urgency.is_urgent(turn, pressing)]
-        return urgent or prefilling
+        return [turn for turn in urgent or prefilling if not self._owes(turn)]
 
     def _next_of(self, turns: Collection[TurnT]) -> TurnT:
         """Of the namespace that has taken the least time the turn with the shortest rest of a prompt, but first one

@@ -417,6 +417,7 @@ class World:
             decodes, gap_s = bool(decoding), min((self._gap_s(other, job) for other in decoding), default=math.inf)
             assert is_first or spent < gap_s, "more than the budget and one cell"
             assert not (decodes and job.awaits_bytes), "streams wait for bytes that come by themselves"
+            assert job.priority is not BACKGROUND or not self._waits_for_people(job), "a person's prompt waits for it"
             took_s = self.load_s + grant.size * self.file_s if loads else self._pass_s(grant)
             took_s += max(0.0, job.there_s - self.now)
             took_s += self.load_end_s if loads and grant.size == job.files else 0.0
@@ -441,6 +442,12 @@ class World:
         gap_s = gap_s if decoding.priority is not BACKGROUND else max(gap_s, rules.background_gap_s)
         own_s = gap_s if decoding.longest_gap_s is None else decoding.longest_gap_s
         return own_s if decoding.namespace == job.namespace else max(own_s, gap_s)
+
+    def _waits_for_people(self, job: Job) -> bool:
+        """Whether a person of another namespace waits for a prompt that could go on."""
+        prompts = [other for other in self.scheduler.running if other.status in (Status.PREFILLING, Status.LOADING)]
+        people = [other for other in prompts if other.priority is INTERACTIVE and other.namespace != job.namespace]
+        return any(not (other.is_cancelled or other.awaits_bytes) for other in people)
 
     def _stand_aside(self) -> bool:
         """Whether all prompts are background ones, and a turn decodes for which somebody waits."""

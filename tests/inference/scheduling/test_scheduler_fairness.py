@@ -434,6 +434,19 @@ def test_nobody_owes_others_for_cells_beside_its_own_replies() -> None:
     assert len(world.prefilled) > so_far, "its prompt stands still"
 
 
+def test_a_persons_prompt_that_owes_background_rows_is_not_overtaken_by_background_prompts() -> None:
+    """It owed them what loading its memory took, and the other namespace's prompts had the time of a step meanwhile."""
+    world = World(cell_s=0.1, token_s=0.01, file_s=0.002)
+    world.submit(*of("a", 1, reply=200, priority=BACKGROUND), *of("a", 4, 12, priority=BACKGROUND))
+    for _ in range(5):
+        world.step()
+    so_far = len(world.prefilled)
+    world.submit(person := Job(5, namespace="b", files=1))
+    while person not in world.ended:
+        world.step()
+    assert world.prefilled[so_far] is person
+
+
 # --- hot memories ---
 
 
