@@ -16,7 +16,7 @@ import kvasir.__main__
 import psutil
 import pytest
 from kvasir.cli.own_services import second_process
-from kvasir.cli.own_services.second_process import SecondProcess, begun
+from kvasir.cli.own_services.second_process import SecondProcess, begun, is_up_alone
 
 from tests.running.waiting import eventually
 
@@ -125,6 +125,22 @@ def test_other_commands_begin_no_second_process(words: list[str], monkeypatch: p
     assert begun(words) is None
 
 
+@pytest.mark.parametrize(
+    ("words", "is_up"),
+    [
+        (["up", "-d"], True),
+        (["--home", "status", "--json", "up", "-d"], True),
+        (["--home", "up", "logs", "-d", "up"], False),
+        (["chat", "up", "-d"], False),
+        (["--help", "up", "-d"], False),
+        (["--home"], False),
+    ],
+)
+def test_only_up_itself_runs_without_the_modules_of_other_commands(words: list[str], is_up: bool) -> None:
+    assert is_up_alone(["--resting", *words], None) is is_up
+    assert not is_up_alone(words, None), "in the foreground the command checks all first"
+
+
 def test_the_process_of_up_in_the_background_begins_before_the_command_line_is_imported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -142,7 +158,7 @@ def test_the_process_of_up_in_the_background_begins_before_the_command_line_is_i
 
     monkeypatch.setattr(second_process, "SecondProcess", begin)
     monkeypatch.setattr(sys, "argv", ["kvasir", "--home", "/h", "up", "-d", "--json", "--no-http"])
-    monkeypatch.setitem(sys.modules, "kvasir.cli.main", Imported())
+    monkeypatch.setitem(sys.modules, "kvasir.cli.own_services.up_alone", Imported())
     kvasir.__main__.main()
     assert events == ["begun", "imported", ["--home", "/h", "up", "-d", "--json", "--no-http"]]
 

@@ -98,3 +98,25 @@ def test_an_engine_loads_its_model_without_pytorch_which_others_find(traps: dict
     (tmp_path / "torch.py").write_text("here = True")
     told = _run(traps, "-c", _LOADS, str(kvasir_tiny.path()), str(tmp_path))
     assert "True" in told.splitlines(), told
+
+
+_BEGINS_SERVICES = """
+import asyncio, os, sys
+
+async def begin(*_argv, **_options):
+    print([m for m in ("grpc", "kvasir.clients", "kvasir.cli.main", "kvasir_bench") if m in sys.modules], flush=True)
+    os._exit(0)
+
+asyncio.create_subprocess_exec = begin
+from kvasir.__main__ import main
+main()
+"""
+
+
+def test_services_of_up_in_the_background_wait_neither_for_grpc_nor_for_other_commands(tmp_path: Path) -> None:
+    words = ("--resting", "--home", str(tmp_path / "home"), "--json", "up")
+    program = [sys.executable, "-c", _BEGINS_SERVICES, *words]
+    log = tmp_path / "log"
+    log.touch()
+    done = subprocess.run(program, input=str(log), capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]", log.read_text()

@@ -1,11 +1,11 @@
 """The program `kvasir`, and `python -m kvasir`: the command line."""
 
-import importlib
 import os
 import signal
 import sys
 
-from kvasir.cli.own_services.second_process import begun, rest
+from kvasir.cli.own_services.installed_messages import import_messages
+from kvasir.cli.own_services.second_process import begun, is_up_alone, rest
 
 
 def main() -> None:
@@ -15,27 +15,16 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     _open_closed_files()
     second = begun(sys.argv[1:])
-    _import_messages()
-    from kvasir.cli.main import main as run
+    if is_up_alone(sys.argv[1:], second):
+        from kvasir.cli.own_services.up_alone import main as run
+    else:
+        import_messages()
+        from kvasir.cli.main import main as run
 
     rest()
     if is_ours:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     run(second)
-
-
-def _import_messages() -> None:
-    """After `git pull` the messages may be newer than the libraries that read them."""
-    for messages in ("kvasir.cachestore.v1.cachestore_pb2_grpc", "kvasir.inference.v1.inference_pb2_grpc"):
-        try:
-            importlib.import_module(messages)
-        except Exception as error:  # noqa: BLE001 - protobuf, gRPC and Python have an error of their own each
-            print(
-                "kvasir: an installed package is too old for this version of Kvasir: run `make install` in a checkout, "
-                f"or install kvasir again ({str(error).split('. ')[0]})",
-                file=sys.stderr,
-            )
-            sys.exit(4)
 
 
 def _open_closed_files() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvasir.cli.main import everywhere
+from kvasir.cli.root import everywhere
 from kvasir.cli.running import at_login as at_login_jobs
 from kvasir.cli.running import up
 from kvasir.cli.running.at_login import job_of, start_at_login
@@ -170,7 +170,7 @@ def test_a_home_of_the_commands_name_is_no_command(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     switches = {"context", "as_json", "until_eof", "_version"}
     names = set(inspect.signature(everywhere).parameters) - switches
-    assert {f"--{name.replace('_', '-')}" for name in names} == set(up._BEFORE_WITH_VALUE)
+    assert {f"--{name.replace('_', '-')}" for name in names} == set(up.BEFORE_WITH_VALUE)
     for before in (("--home", "up"), ("--json", "--home=up"), ("--home", "up", "--token-file", "up")):
         argv = [*before, "up", "--at-login", "--no-http"]
         monkeypatch.setattr(sys, "argv", ["kvasir", *argv])

@@ -6,9 +6,9 @@ import socket
 import ssl
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvasir.address import accepts, parse_address
-from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.cli.failures import WrongUsage
 from kvasir.cli.running.home import Endpoint, Home
 from kvasir.credentials import DEFAULT_NAMESPACE, ENGINE, CredentialFileError
@@ -20,10 +20,11 @@ from kvasir.errors import (
     Unauthenticated,
     Unavailable,
 )
-from kvasir.formats.block_hash import BLOCK_TOKENS
-from kvasir.formats.manifest_checks import MANIFEST_FORMAT
 from kvasir.options.up import UpTable
 from kvasir.waits import ANSWER_S
+
+if TYPE_CHECKING:
+    from kvasir.cachestore.v1 import cachestore_pb2
 
 
 def shares_credentials(up: UpTable) -> bool:
@@ -98,7 +99,7 @@ def check_store(home: Home, up: UpTable) -> None:
         _check_answer(_asked(Endpoint(up.store, file, up.store_ca_file)), namespace, file, up.store)
 
 
-def _asked(endpoint: Endpoint) -> cachestore_pb2.GetCapabilitiesResponse:
+def _asked(endpoint: Endpoint) -> "cachestore_pb2.GetCapabilitiesResponse":
     try:
         with endpoint.store_client(ANSWER_S) as client:
             return client.get_capabilities()
@@ -119,8 +120,11 @@ def _asked(endpoint: Endpoint) -> cachestore_pb2.GetCapabilitiesResponse:
 
 
 def _check_answer(
-    answer: cachestore_pb2.GetCapabilitiesResponse, namespace: str, file: Path | None, address: str
+    answer: "cachestore_pb2.GetCapabilitiesResponse", namespace: str, file: Path | None, address: str
 ) -> None:
+    from kvasir.formats.block_hash import BLOCK_TOKENS
+    from kvasir.formats.manifest_checks import MANIFEST_FORMAT
+
     if (answer.manifest_format, answer.block_tokens) != (MANIFEST_FORMAT, BLOCK_TOKENS):
         text = (
             f"the store at {address} is Kvasir {answer.version or 'of an unknown version'}, whose manifests "

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+BEFORE_WITH_VALUE = ("--home", "--address", "--engine", "--token-file", "--ca-file")  # options before a command
+_BEFORE_ALONE = ("--json", "--until-eof")
 _DETACHES = ("-d", "--detach")
 _RESTS = "--resting"
 
@@ -42,6 +44,17 @@ def begun(words: Sequence[str]) -> SecondProcess | None:
     if "up" not in words or not any(word in words for word in _DETACHES):
         return None
     return SecondProcess(words)
+
+
+def is_up_alone(words: Sequence[str], second: SecondProcess | None) -> bool:
+    """Whether the words are surely those of `kvasir up`, of which one process or the other begins the services."""
+    left = iter(words if second is not None else words[1:] if words[:1] == [_RESTS] else ())
+    for word in left:
+        if word in BEFORE_WITH_VALUE:
+            next(left, None)
+        elif word not in _BEFORE_ALONE:
+            return word == "up"
+    return False
 
 
 def rest() -> None:

@@ -5,12 +5,8 @@ import enum
 import http.client
 import json
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
 from kvasir.address import accepts, parse_address
 from kvasir.cli.running.home import Endpoint
-from kvasir.clients.channel import aio_channel
 from kvasir.errors import InvalidArgument
 
 STORE_SERVICE = "kvasir.cachestore.v1.CacheStoreService"
@@ -28,6 +24,11 @@ class Health(enum.StrEnum):
 
 
 async def health(endpoint: Endpoint, service: str, timeout_s: float = 1.0) -> Health:
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    from kvasir.clients.channel import aio_channel
+
     # gRPC has the same word for "nobody listens" and for "nobody answers", and takes longer.
     if not await asyncio.to_thread(accepts, endpoint.address):
         return Health.STOPPED

@@ -6,11 +6,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvasir.address import AddressError, parse_address
-from kvasir.clients import InferenceClient, StoreClient, Tls
 from kvasir.credentials import check_own_directory, read_token, replace_private_text
 from kvasir.errors import FailedPrecondition, InvalidArgument
+
+if TYPE_CHECKING:  # else with its first client: services begin before `kvasir up` has imported gRPC
+    from kvasir.clients import InferenceClient, StoreClient, Tls
 
 DEFAULT_HOME = Path("~/.kvasir")
 
@@ -24,20 +27,26 @@ class Endpoint:
     ca_file: Path | None = None
 
     @property
-    def tls(self) -> Tls | None:
+    def tls(self) -> "Tls | None":
+        from kvasir.clients import Tls
+
         return None if self.ca_file is None else Tls(self.ca_file)
 
     def token(self) -> str | None:
         """The bearer token. Raises CredentialFileError when others can read its file."""
         return None if self.token_file is None else read_token(self.token_file)
 
-    def store_client(self, timeout_s: float = 10.0) -> StoreClient:
+    def store_client(self, timeout_s: float = 10.0) -> "StoreClient":
         """A client of the store here, which connects with its first call."""
+        from kvasir.clients import StoreClient
+
         return StoreClient.connect(
             self.address, token=self.token(), tls=self.tls, retry_reads=False, timeout_s=timeout_s
         )
 
-    def engine_client(self, timeout_s: float = 10.0) -> InferenceClient:
+    def engine_client(self, timeout_s: float = 10.0) -> "InferenceClient":
+        from kvasir.clients import InferenceClient
+
         return InferenceClient.connect(self.address, token=self.token(), tls=self.tls, timeout_s=timeout_s)
 
 

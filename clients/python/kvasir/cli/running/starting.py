@@ -14,6 +14,7 @@ from typing import Any
 
 from kvasir.cli.caller import Caller
 from kvasir.cli.failures import relayed
+from kvasir.cli.own_services.installed_messages import import_messages
 from kvasir.cli.own_services.second_process import SecondProcess
 from kvasir.cli.running.home import Endpoint, Home, Running
 from kvasir.cli.running.logs import rotate_log
@@ -140,6 +141,7 @@ def detached(caller: Caller) -> None:
     assert child.stdout is not None
     with caller.busy("starting"), child.stdout as out:
         try:
+            import_messages()  # meanwhile
             answer = json.loads(out.readline() or b"{}")
         except BaseException:  # Ctrl-C or SIGTERM: it ends with us
             child.terminate()

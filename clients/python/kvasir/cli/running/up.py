@@ -12,7 +12,7 @@ from kvasir.address import PAIRING_PORT, parse_address
 from kvasir.cli.caller import Caller
 from kvasir.cli.failures import PROBLEMS
 from kvasir.cli.fleet.elsewhere import check_store
-from kvasir.cli.hub import fetch
+from kvasir.cli.own_services.second_process import BEFORE_WITH_VALUE
 from kvasir.cli.running import at_login as at_login_jobs
 from kvasir.cli.running import checks
 from kvasir.cli.running.holding import is_led, led, locked
@@ -30,7 +30,6 @@ from kvasir.errors import FailedPrecondition
 from kvasir.options.gateway import DEFAULT_LISTEN
 
 _TRIED_PORTS = 10  # from the usual one on
-_BEFORE_WITH_VALUE = ("--home", "--address", "--engine", "--token-file", "--ca-file")
 _ONLY_HERE = ("-d", "--detach", "--json", "--at-login")
 
 
@@ -58,6 +57,8 @@ def up(
         return
     asked = asked_of(home, given_flags(flags), config)
     for model in asked.models_to_fetch:  # before anything starts, with its progress
+        from kvasir.cli.hub import fetch
+
         fetch(caller, model.path)
     if not as_login_job or not asked.up.store:  # at login the network may come later, and the engine goes on asking
         _check_store(caller, asked)
@@ -119,7 +120,7 @@ def _words_of_up() -> list[str]:
     """The words behind the command's name, which may be the value of an option before it, too."""
     words = iter(sys.argv[1:])
     for word in words:
-        if word in _BEFORE_WITH_VALUE:
+        if word in BEFORE_WITH_VALUE:
             next(words)
         elif not word.startswith("-"):
             break
