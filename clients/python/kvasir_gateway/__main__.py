@@ -105,9 +105,7 @@ async def serve(settings: GatewayTable) -> None:
         operating = parts.closing(Operating(settings.home, settings.service_admin, sources.now))
         sessions = Sessions(gate, clock=uptime_s, new_secret=partial(secrets.token_urlsafe, 32))
         key = _key(settings.state_dir)
-        for address in settings.engine:
-            await until_it_listens(address, settings.engine_wait_s, time.monotonic)
-        aliases = await _aliases(settings, engine)
+        aliases = Aliases(settings.alias)
         new_name = partial(secrets.token_hex, 6)
         conversations = Conversations(key, new_name=new_name, now=partial(datetime.now, UTC))
         around = Surroundings(
@@ -124,6 +122,10 @@ async def serve(settings: GatewayTable) -> None:
             clock=sources.clock,
             new_request_id=sources.new_id,
         )
+        app = Gateway(around).app()  # before the engine is there, of which nobody waits for it then
+        for address in settings.engine:
+            await until_it_listens(address, settings.engine_wait_s, time.monotonic)
+        await _check(aliases, engine)
         listener = parts.enter_context(contextlib.closing(listener_at(settings.listen)))
         parts.running(history.follow(engine))
         if isinstance(engine, FleetLink):
@@ -132,7 +134,6 @@ async def serve(settings: GatewayTable) -> None:
             wellness = on_loop(asyncio.get_running_loop(), partial(_wellness, engine, reloading))
             page = OperatorPage(About("gateway", "http"), numbers.metrics, wellness)
             parts.push_async_callback(asyncio.to_thread, page.serve(settings.metrics_listen))
-        app = Gateway(around).app()
         settle_garbage()
         await serve_app(app, listener, parts.closing(Connections(limits)))
 
@@ -169,12 +170,10 @@ async def until_it_listens(address: str, most_s: float, clock: Callable[[], floa
         await asyncio.sleep(LOOK_S)
 
 
-async def _aliases(settings: GatewayTable, engine: EngineLink) -> Aliases:
+async def _check(aliases: Aliases, engine: EngineLink) -> None:
     """Raises InvalidArgument for those of no model."""
-    aliases = Aliases(settings.alias)
     if aliases.by_name and (known := await engine.models()):  # an engine that starts is not called
         aliases.check(known)
-    return aliases
 
 
 def _tolerance(settings: GatewayTable, key: bytes) -> Tolerance:
