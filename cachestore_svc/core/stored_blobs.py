@@ -20,7 +20,7 @@ _UNKNOWN_AT_ONCE = 64  # objects between two looks at which namespaces are known
 
 
 def promised(core: Core, namespace: str, find: Callable[[CatalogView], Iterable[BlobEntry]]) -> list[BlobEntry]:
-    """The namespace's undamaged blobs that `find` finds; they stay for a grace period. At most SLICE at once."""
+    """The namespace's undamaged blobs that `find` finds; they stay for a grace period. About SLICE at once."""
     now = core.now_unix_ms()
 
     def find_whole(view: CatalogView) -> list[BlobEntry]:

@@ -22,6 +22,8 @@ from cachestore_svc.index.catalog import SLICE, CatalogChange, CatalogView
 from cachestore_svc.index.values import BlobEntry
 from cachestore_svc.upkeep import collecting
 
+_LOOKED_UP = 2 * SLICE  # at once: a look-up by hash takes less than other work
+
 
 class Blobs:
     def __init__(self, core: Core) -> None:
@@ -37,7 +39,7 @@ class Blobs:
     def find_whole(self, namespace: str, names: Sequence[BlobName]) -> set[BlobName]:
         """Those that the namespace holds, and not damaged. Extends their lifetimes."""
         check_range("digests", len(names), 0, MAX_DIGESTS_PER_REQUEST)
-        slices = (names[start : start + SLICE] for start in range(0, len(names), SLICE))
+        slices = (names[start : start + _LOOKED_UP] for start in range(0, len(names), _LOOKED_UP))
         return {name for some in slices for name in self._whole_of(namespace, some)}
 
     def _whole_of(self, namespace: str, names: Sequence[BlobName]) -> list[BlobName]:
