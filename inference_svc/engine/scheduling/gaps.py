@@ -45,13 +45,12 @@ class StandingAside:
 
     def __init__(self, most_s: float) -> None:
         self._most_s = most_s
-        self._since_s = 0.0
-        self._took_s = 0.0  # the last time that it went on so
+        self._since_s = self._took_s = 0.0
 
-    def is_due(self, now: float, cost_s: float) -> bool:
-        """`cost_s`: the seconds that it is thought to take."""
-        return now - self._since_s >= min(_PART * max(cost_s, self._took_s), self._most_s)
+    def is_due(self, now: float) -> bool:
+        return now - self._since_s >= min(_PART * self._took_s, self._most_s)
 
-    def worked(self, now: float, took_s: float = 0.0) -> None:
-        """It went on, or nobody waited for it. `took_s`: though a gap had no room for it, and for so long."""
-        self._since_s, self._took_s = now, took_s
+    def worked(self, now: float, took_s: float | None = None) -> None:
+        """It went on, for so long; None: nobody waited for it, or it is as short as a gap."""
+        self._since_s = now
+        self._took_s = self._took_s if took_s is None else took_s

@@ -125,15 +125,6 @@ class StepCosts:
         is_tried = not line.is_guess or line.longest < self._longest
         return fits if is_tried or fits < line.longest else max(fits, 2 * line.longest)
 
-    def least_s(self, position: int | None, tokens: int) -> float:
-        """Seconds of a pass over so many tokens from `position` on, or of one file; 0 if that is not known."""
-        if position is None:
-            return self._load[1] / self._load[0] if self._load else 0.0
-        if not self._passes:
-            return 0.0
-        line = self._line(position.bit_length())
-        return line.fixed_s + line.each_s * tokens
-
     def files_within(self, seconds: float) -> int | None:
         """How many files become KV in so many seconds; None if that is not known. One more than the last time if that
         took less, and twice as many if it took less than half: on a GPU most of a load's time is the same for one file

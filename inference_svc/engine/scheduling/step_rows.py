@@ -175,7 +175,7 @@ class StepRows(Generic[TurnT]):
         again = {turn.namespace for turn in self._beside} if self._goes_on else ()
         order = sorted(rows, key=lambda name: (name not in again, self._went.get(name, 0)))
         counts = _counts(order, rows, left_s, row_s)
-        is_due = not counts and now is not None and (self._exceeding == 1 or self._aside.is_due(now, row_s))
+        is_due = not counts and now is not None and (self._exceeding == 1 or self._aside.is_due(now))
         if is_due:
             counts = {order[0]: 1}
         if self._exceeding != 1:

@@ -68,6 +68,7 @@ class StepSchedule(Generic[TurnT]):
         self._rows: StepRows[TurnT] = StepRows(rules, company, self._costs)
         self._aside = StandingAside(rules.ageing_s)
         self._exceeds = False  # the last grant's turn stood aside, and no gap has room for that
+        self._is_background = False  # the last grant's turn
         self._pace = StepPace()
         self._began_s = 0.0
         self._granted: Grant[TurnT] | None = None  # the step's last one
@@ -106,7 +107,7 @@ class StepSchedule(Generic[TurnT]):
             return
         took_s = last.took_s(spent_s)
         self._time.spent(took_s)
-        if self._exceeds:
+        if self._is_background:
             self._aside.worked(self._began_s + spent_s, took_s)
         if not last.cells and last.turn.status is Status.LOADING:
             self._costs.learn(None, last.size, took_s)
@@ -119,19 +120,18 @@ class StepSchedule(Generic[TurnT]):
         if not (prefilling := [turn for turn in self._turns if _is_prefilling(turn)]):
             return None
         decoding = [turn for turn in self._turns if _is_decoding(turn)]
-        able = self._most_urgent(prefilling, urgency, decodes=bool(decoding))
+        has_people = any(map(urgency.is_pressing, decoding))
+        is_due = not has_people or self._aside.is_due(self._began_s + spent_s)
+        able = self._most_urgent(prefilling, urgency, decodes=bool(decoding), ages=is_due)
         if not able:
             return None
-        turn, has_people = self._next_of(able), any(map(urgency.is_pressing, decoding))
-        if has_people and not urgency.is_pressing(turn) and not self._is_due(turn, spent_s):
-            able = [each for each in able if urgency.is_pressing(each)] or able  # an old one keeps no person waiting
-            turn = self._next_of(able)
+        turn = self._next_of(able)
         budgets_s = {name: self._gaps.budget_s(decoding, name, urgency) for name in {each.namespace for each in able}}
         left_s = budgets_s[turn.namespace] - self._rows.beside_s - spent_s if decoding else None
         stands_aside = has_people and not urgency.is_pressing(turn)
         if stands_aside and self._rows.is_learning:
             left_s = 0.0
-        must_go = not self._pace.has_begun and (not stands_aside or self._is_due(turn, spent_s))
+        must_go = not self._pace.has_begun and (not stands_aside or is_due)
         size, loads = self._size(turn, able, left_s, spent_s, must_go=must_go), turn.status is Status.LOADING
         position, tokens = (0, 0) if loads else (turn.cells.computed, size)
         if not size or not self._pace.allows(turn, position, tokens):
@@ -140,8 +140,7 @@ class StepSchedule(Generic[TurnT]):
         self._serve(turn, tokens, spent_s)
         self._is_plain, self._exceeds = False, stands_aside and must_go
         self._is_apart = self._is_apart and not is_behind_step
-        if not urgency.is_pressing(turn):
-            self._aside.worked(self._began_s + spent_s)
+        self._is_background = not urgency.is_pressing(turn)
         cells = [] if loads else [TurnCell(turn, size, position)]
         if cells and self._may_share(turn, size):
             able = [each for each in able if budgets_s[each.namespace] >= budgets_s[turn.namespace]]
@@ -149,13 +148,6 @@ class StepSchedule(Generic[TurnT]):
         behind_s = (self._costs.step_s or 0.0) if is_behind_step else 0.0
         self._granted = Grant(turn, size, tuple(cells), tokens, spent_s, behind_s)
         return self._granted
-
-    def _is_due(self, turn: TurnT, spent_s: float) -> bool:
-        """Whether a background turn stood aside for long enough to go on beside people's streams anyway."""
-        is_file = turn.status is Status.LOADING
-        position, tokens = turn.cells.computed, min(self._cell_tokens(turn), self._rules.least_tokens)
-        cost_s = self._costs.least_s(None if is_file else position, tokens)
-        return self._aside.is_due(self._began_s + spent_s, cost_s)
 
     def _may_share(self, turn: TurnT, size: int) -> bool:
         """Whether other cells may be computed in the pass of this one."""
@@ -255,14 +247,17 @@ class StepSchedule(Generic[TurnT]):
         return turn.cells.unbroken_tokens if goes_over else turn.cells.next_tokens
 
     def _most_urgent(
-        self, prefilling: Collection[TurnT], urgency: Urgency[TurnT], *, decodes: bool
+        self, prefilling: Collection[TurnT], urgency: Urgency[TurnT], *, decodes: bool, ages: bool
     ) -> Collection[TurnT]:
         """Turns of the most urgent class that may get a cell, or load files; while others decode, none that would only
         wait for its files. No less urgent one takes the place of one whose namespace owes: it owes decoding rows.
+        `ages`: old background turns are urgent; else they would stand aside, and keep a person waiting.
         """
         prefilling = [turn for turn in prefilling if not (decodes and turn.awaits_bytes)]
         pressing = {turn.namespace for turn in prefilling if urgency.is_pressing(turn)}
-        urgent = [turn for turn in prefilling if urgency.is_urgent(turn, pressing)]
+        urgent = [
+            each for each in prefilling if urgency.is_pressing(each) or (ages and urgency.is_urgent(each, pressing))
+        ]
         return [turn for turn in urgent or prefilling if not self._owes(turn)]
 
     def _next_of(self, turns: Collection[TurnT]) -> TurnT:
