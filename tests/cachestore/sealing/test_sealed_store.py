@@ -258,6 +258,7 @@ def live_by_every_verb(store: Store, watch: Watch, clock: Clock) -> None:
     store.events.after(NS, EventCursor(store.events.after(NS, None).cursor.incarnation, 0))
     quarantine(store._core, NS, turns[0].digests[:1])
     store.care.check(repair=True), list(store.care.verify(NS, AGENT)), list(store.care.verify(NS))
+    assert store.blobs.leading_stored(NS, turns[0].digests[:1])
     assert store._core.catalog.read(NS, lambda view: view.has_hash(turns[0].digests[0].hash))
     assert store._core.catalog.read(NS, lambda view: view.listed_hashes([turns[0].digests[0].hash]))
     store._core.catalog.write(NS, lambda change: change.hold_again(turns[0].manifest_digest, turns[0].digests))
