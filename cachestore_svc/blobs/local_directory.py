@@ -78,7 +78,6 @@ class LocalBlobs:
         self._disk = disk
         self._made = made
         self._durable_shelves: set[str] = set()
-        self._shelf_paths: dict[str, Path] = {}  # making a path from its text takes as long as to open a file
         self._locks: dict[int, threading.Lock] = {}  # made at the first need: most namespaces only rest
 
     @property
@@ -106,7 +105,7 @@ class LocalBlobs:
             return
         self._make_durable(self._shelves)
         for shelf in sorted(new):
-            self._disk.add_directory(self._shelf_path(shelf))
+            self._disk.add_directory(self._shelves / shelf)
         self._disk.fsync_directory(self._shelves)
         self._durable_shelves |= new
 
@@ -195,7 +194,7 @@ class LocalBlobs:
             if _SHELF_NAME.fullmatch(shelf) is None:
                 listing.strange.append(shelf)
                 continue
-            names = self._disk.names(self._shelf_path(shelf))
+            names = self._disk.names(self._shelves / shelf)
             if _are_blobs(names, shelf):
                 listing.blobs.update(names)
                 continue
@@ -214,10 +213,9 @@ class LocalBlobs:
                 held.enter_context(self._locks.setdefault(number, threading.Lock()))
             yield
 
-    def aside_path(self, aside: Aside) -> Path:
+    def aside_path(self, aside: Aside) -> str:
         """Where the file of an aside lies: beside the blob that it was."""
-        path = self._path(aside.hash)
-        return path.with_name(f"{aside.hash}.aside-{aside.since_unix_ms}")
+        return f"{self._path(aside.hash)}.aside-{aside.since_unix_ms}"
 
     def _make_durable(self, directory: Path) -> None:
         """It is made again where somebody removed it, but not where those above are gone, too, or a disk that was
@@ -232,26 +230,26 @@ class LocalBlobs:
             self._disk.make_directory(each)
             self._made[each] = os.path.ismount(each)
 
-    def _read_unless_longer(self, path: Path, most_bytes: int) -> memoryview | None:
+    def _read_unless_longer(self, path: str, most_bytes: int) -> memoryview | None:
         with suppress(OSError):
             size = self._disk.size_bytes(path)
             if size is not None and size <= most_bytes:
                 return self._disk.read(path, size + 1)
         return None
 
-    def _path(self, hash_: str) -> Path:
-        return self._shelf_path(hash_[:2]) / hash_
+    # Texts: to make a Path takes as long as to open a file.
 
-    def _part_path(self, hash_: str) -> Path:
-        return self._shelf_path(hash_[:2]) / (hash_ + PART_SUFFIX)
+    def _path(self, hash_: str) -> str:
+        return f"{self._shelf_path(hash_[:2])}/{hash_}"
 
-    def _shelf_path(self, shelf: str) -> Path:
-        if (path := self._shelf_paths.get(shelf)) is None:
-            path = self._shelf_paths[shelf] = self._shelves / shelf
-        return path
+    def _part_path(self, hash_: str) -> str:
+        return f"{self._path(hash_)}{PART_SUFFIX}"
+
+    def _shelf_path(self, shelf: str) -> str:
+        return f"{self._shelves}/{shelf}"
 
     def _asides(self, hash_: str) -> builtins.list[Aside]:
-        names = self._disk.names(self._path(hash_).parent)
+        names = self._disk.names(self._shelf_path(hash_[:2]))
         found = [_ASIDE_NAME.fullmatch(name) for name in names if name.startswith(f"{hash_}.")]
         return [Aside(self.place, hash_, int(match[2])) for match in found if match]
 

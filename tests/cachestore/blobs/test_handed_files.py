@@ -17,7 +17,7 @@ from kvasir.clients.handed_files import HandedFiles
 from kvasir.errors import InvalidArgument, KvasirError, ResourceExhausted, Unavailable
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.blobs.disk import Disk, StrPath
 from cachestore_svc.facts.records import BlobKind
 from cachestore_svc.store.blobs import Blobs, NewBlob, finish_all
 from cachestore_svc.store.store import Store
@@ -152,7 +152,7 @@ def test_where_files_are_handed_over_no_blob_waits_for_a_new_directory(
     with lab.open() as store:
         store.blobs.receive_files(NS)
         _, token = handed_file(lab)
-        monkeypatch.setattr(Disk, "fsync_directory", lambda _, path: synced.append(path))
+        monkeypatch.setattr(Disk, "fsync_directory", lambda _, path: synced.append(Path(path)))
         hand(store, DIGEST, token)
         assert synced == [lab.file_of(DIGEST).parent]
 
@@ -189,12 +189,12 @@ def test_of_a_group_that_is_not_listed_no_file_stays_but_one_that_cannot_go(
     turn = SyntheticAgent(SMALL, 2).turn(700)
     first, *_ = new = [NewBlob(digest, TENSORS, data=data) for digest, data in turn.new_blobs.items()]
 
-    def remove(disk: Disk, path: Path) -> None:
-        if path.name == first.digest.hash:
+    def remove(disk: Disk, path: StrPath) -> None:
+        if Path(path).name == first.digest.hash:
             raise OSError(errno.EIO, "it stays")
-        path.unlink(missing_ok=True)
+        Path(path).unlink(missing_ok=True)
 
-    def fail(_disk: Disk, _path: Path) -> None:
+    def fail(_disk: Disk, _path: StrPath) -> None:
         raise OSError(errno.ENOSPC, "no room for names")
 
     with lab.open() as store:

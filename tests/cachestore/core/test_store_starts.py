@@ -16,7 +16,7 @@ from kvasir.formats.digest import Digest
 
 from cachestore_svc.__main__ import collect_own_regularly, collect_regularly
 from cachestore_svc.blobs.blob_writer import NewBlob
-from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.blobs.disk import Disk, StrPath
 from cachestore_svc.facts.records import BlobKind
 from cachestore_svc.store.threads import StoreThreads
 from tests.cachestore.core.lab import MIB, NS, Lab, assert_restores, publish, write
@@ -127,11 +127,11 @@ class SyncingDisk(Disk):
         self.synced: list[Path] = []
         self.is_dying = False
 
-    def fsync_directory(self, path: Path) -> None:
+    def fsync_directory(self, path: StrPath) -> None:
         if self.is_dying:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         super().fsync_directory(path)
-        self.synced.append(path)
+        self.synced.append(Path(path))
 
 
 def test_a_directory_whose_maker_failed_to_sync_its_name_is_synced_by_who_uses_it_next(lab: Lab) -> None:

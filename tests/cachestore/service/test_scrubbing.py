@@ -11,7 +11,7 @@ from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.errors import DataLoss, Unavailable
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.blobs.disk import Disk, StrPath
 from cachestore_svc.store import background_scrub
 from cachestore_svc.store.aio_store import AioStore
 from cachestore_svc.store.background_scrub import BackgroundScrub
@@ -158,8 +158,8 @@ class FailingReads(Disk):
 
     fails = False
 
-    def read(self, path: Path, max_bytes: int) -> memoryview:
-        if self.fails and "blobs" in path.parts:
+    def read(self, path: StrPath, max_bytes: int) -> memoryview:
+        if self.fails and "blobs" in Path(path).parts:
             raise OSError(errno.EMFILE, "too many open files")
         return super().read(path, max_bytes)
 

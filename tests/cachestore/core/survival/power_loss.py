@@ -15,7 +15,7 @@ from typing import Literal
 
 from kvasir.formats.blob_place import HANDED
 
-from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.blobs.disk import Disk, StrPath
 
 DATABASE_FILES = ("kvasir.sqlite3", "kvasir.sqlite3-wal")
 ROOT = 1
@@ -53,12 +53,12 @@ class RecordingDisk(Disk):
             self._numbers[status.st_ino] = len(self.log) + ROOT + 1
         return self._numbers[status.st_ino]
 
-    def open_append(self, path: Path) -> int:
-        is_new = not path.exists()
+    def open_append(self, path: StrPath) -> int:
+        is_new = not Path(path).exists()
         descriptor = super().open_append(path)
         number = self.number(os.fstat(descriptor), is_new=is_new)
         if is_new:
-            self.log.append(Effect("name", path, file=number))
+            self.log.append(Effect("name", Path(path), file=number))
         return descriptor
 
     def write(self, descriptor: int, data: bytes | memoryview) -> None:
@@ -80,7 +80,8 @@ class RecordingDisk(Disk):
         super().add_directory(path)
         self.log.append(Effect("directory", path, file=self.number(path.stat(), is_new=True)))
 
-    def rename(self, source: Path, target: Path) -> None:
+    def rename(self, from_: StrPath, to: StrPath) -> None:
+        source, target = Path(from_), Path(to)
         if source.parent.name == HANDED:  # written by another process, of which nothing was synced
             number = self.number(source.stat(), is_new=True)
             self.log.append(Effect("name", source, file=number))
@@ -88,11 +89,11 @@ class RecordingDisk(Disk):
         super().rename(source, target)
         self.log.append(Effect("rename", source, target))
 
-    def remove(self, path: Path) -> None:
-        is_there = path.exists()
+    def remove(self, path: StrPath) -> None:
+        is_there = Path(path).exists()
         super().remove(path)
         if is_there:
-            self.log.append(Effect("remove", path))
+            self.log.append(Effect("remove", Path(path)))
 
     def reached(self, point: str) -> None:
         if point == "index: after commit":

@@ -12,7 +12,7 @@ import pytest
 from kvasir.errors import ResourceExhausted
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.blobs.disk import Disk, StrPath
 from cachestore_svc.facts.records import BlobKind
 from cachestore_svc.moving import inbound
 from cachestore_svc.moving.inbound import BlobIntake, Stored
@@ -35,8 +35,8 @@ class WaitingDisk(Disk):
             self.arrived.set()
             assert self.go_on.wait(20)
 
-    def open_append(self, path: Path) -> int:
-        if path.suffix == ".part":
+    def open_append(self, path: StrPath) -> int:
+        if str(path).endswith(".part"):
             self._wait("open")
         return super().open_append(path)
 

@@ -20,7 +20,7 @@ from kvasir.server.serving import EdgeServer, Listening, Reports
 from kvasir.server.shared_room import SharedRoom
 from kvasir.status import from_rpc_error
 
-from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.blobs.disk import Disk, StrPath
 from cachestore_svc.edge.roles import ALLOWED_ROLES, SERVICE_NAME
 from cachestore_svc.edge.service import CacheStoreService, ServiceLimits, StoreParts, add_to_server
 from cachestore_svc.moving.bringing import Bringing
@@ -108,8 +108,8 @@ class MeetingDisk(Disk):
     def __init__(self) -> None:
         self.meeting = threading.Barrier(3)
 
-    def read(self, path: Path, max_bytes: int) -> memoryview:
-        if max_bytes > 1000 and len(path.name) == 64:  # more than what a start looks at
+    def read(self, path: StrPath, max_bytes: int) -> memoryview:
+        if max_bytes > 1000 and len(Path(path).name) == 64:  # more than what a start looks at
             self.meeting.wait(20)
         return super().read(path, max_bytes)
 
@@ -120,9 +120,9 @@ class HoldingDisk(Disk):
     def __init__(self) -> None:
         self.holds, self.may_end = threading.Event(), threading.Event()
 
-    def read(self, path: Path, max_bytes: int) -> memoryview:
+    def read(self, path: StrPath, max_bytes: int) -> memoryview:
         data = super().read(path, max_bytes)
-        if max_bytes > MIB and len(path.name) == 64:
+        if max_bytes > MIB and len(Path(path).name) == 64:
             self.holds.set()
             assert self.may_end.wait(20)
         return data
