@@ -3,7 +3,7 @@
 import asyncio
 import copy
 import re
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,7 @@ from typing import Any
 from kvasir import volatile
 from kvasir.clients import AioInferenceClient, GenerateOptions, Tls
 from kvasir.clients.aio.large_requests import LargeRequests
-from kvasir.clients.aio.service_client import Making
+from kvasir.clients.aio.service_client import Making, at_once
 from kvasir.clients.channel import aio_channel, sync_channel
 from kvasir.clients.inference_client_turns import READS
 from kvasir.clients.messages import message_list
@@ -24,8 +24,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.server.operating.wellness import Ailment, Wellness, memories_not_stored
 
 from kvasir_gateway.models import unknown_alias
-from kvasir_gateway.reading.records import Beside, Made
-from kvasir_gateway.reading.stored_records import StoredRecords
+from kvasir_gateway.reading.records import AgentRecords, Beside
 from kvasir_gateway.reading.volatile import Rules
 from kvasir_gateway.turn import NO_CALLS, Said, Turn, renamed
 
@@ -39,17 +38,13 @@ _LARGE_CHARS = 64 << 10  # of a prompt: a look at its model costs less than to s
 SentMessages = Sequence[message_pb2.Message]
 
 
-async def at_once(make: Callable[[], Made]) -> Made:
-    return make()
-
-
 class CallerAtEngine:
     """The engine as one caller may use it."""
 
     def __init__(self, client: AioInferenceClient, beside: Beside = at_once) -> None:
         """`beside`: does work that would hold up the event loop."""
         self.client = client
-        self.records = StoredRecords(client, self.at, beside)
+        self.records = AgentRecords(client, self.at, beside)
 
     def at(self, _agent_id: str) -> AioInferenceClient:
         """The engine that knows most of an agent."""

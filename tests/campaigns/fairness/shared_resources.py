@@ -513,7 +513,7 @@ SHARED = (
 )
 
 OWN = (
-    Own("clients/python/kvasir_gateway/reading/stored_records.py: few", "one request reads so many agents at once"),
+    Own("clients/python/kvasir_gateway/reading/records.py: few", "one request reads so many agents at once"),
     Own("clients/python/kvasir_gateway/page/operating/commands.py: _few", "the home's operator alone runs commands"),
     Own(
         "clients/python/kvasir/server/interceptors.py: room",

@@ -12,8 +12,7 @@ from kvasir.formats.digest import Digest
 from kvasir_gateway import conversations as module
 from kvasir_gateway.engine import CallerAtEngine
 from kvasir_gateway.page.conversation.transcript import transcript
-from kvasir_gateway.reading.records import Made
-from kvasir_gateway.reading.stored_records import _replies_behind
+from kvasir_gateway.reading.records import Made, _replies_behind
 from kvasir_gateway.turn import Place, Said
 
 from tests.gateway.dialects.test_conversations import conversations, reply, user

@@ -9,13 +9,13 @@ from contextlib import aclosing
 from typing import Any
 
 from kvasir.clients import AioInferenceClient, GenerateOptions
-from kvasir.clients.aio.service_client import Making
+from kvasir.clients.aio.service_client import Making, at_once
 from kvasir.errors import KvasirError, Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.server.operating.wellness import Ailment, Wellness
 from kvasir.waits import ANSWER_S, PATIENCE_S, PAUSE_S, RETRY_S
 
-from kvasir_gateway.engine import CallerAtEngine, EngineLink, at_once
+from kvasir_gateway.engine import CallerAtEngine, EngineLink
 from kvasir_gateway.fleet.placing import EngineState, Ring, agent_point, choose
 from kvasir_gateway.reading.records import Beside
 
@@ -52,9 +52,6 @@ class Engines:
 
     def failed(self, engine: int) -> None:
         self._is_up[engine] = False
-
-    def is_up(self, engine: int) -> bool:
-        return self._is_up[engine]
 
     def had_turn(self, point: int, engine: int) -> None:
         self._hot[point] = engine

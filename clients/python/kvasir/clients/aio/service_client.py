@@ -25,7 +25,7 @@ class Making(Protocol):
     def __call__(self, make: Callable[[], bytes]) -> Awaitable[bytes]: ...
 
 
-async def at_once(make: Callable[[], bytes]) -> bytes:
+async def at_once(make: Callable[[], _Response]) -> _Response:
     return make()
 
 

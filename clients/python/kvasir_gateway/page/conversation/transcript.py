@@ -14,7 +14,7 @@ from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from kvasir_gateway.engine import CallerAtEngine
-from kvasir_gateway.reading.stored_records import said_by_all
+from kvasir_gateway.reading.records import said_by_all
 from kvasir_gateway.turn import Said
 
 MOST_SHOWN = 200
