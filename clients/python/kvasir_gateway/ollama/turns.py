@@ -1,7 +1,7 @@
 """Ollama's chat and generate: requests as turns, and the turn's events as lines of JSON."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
@@ -18,12 +18,7 @@ from kvasir_gateway.openai.chat import schema_text, spelled
 from kvasir_gateway.reading.thinking import EFFORT, MODE, Thinking, effort_of
 from kvasir_gateway.reading.tolerance import Reading
 
-_REASONS: Mapping[int, str] = {
-    pb.FINISH_REASON_STOP: "stop",
-    pb.FINISH_REASON_STOP_SEQUENCE: "stop",
-    pb.FINISH_REASON_LENGTH: "length",
-    pb.FINISH_REASON_TOOL_CALLS: "stop",
-}
+_REASONS = {**turns.REASONS, pb.FINISH_REASON_TOOL_CALLS: "stop"}
 _MOST_TOKENS = 1 << 24  # that the engine can apply
 _MAX_REPEAT_LAST_N = 4096
 # Fields of a Sampling that have its names.
@@ -318,11 +313,4 @@ def _ns(duration: Duration) -> int:
 
 
 def _logprobs(part: Any) -> dict[str, Any]:
-    if not part.logprobs:
-        return {}
-    return {
-        "logprobs": [
-            {**spelled(each), "top_logprobs": [spelled(alternative) for alternative in each.top]}
-            for each in part.logprobs
-        ]
-    }
+    return {"logprobs": spelled(part.logprobs)} if part.logprobs else {}

@@ -405,13 +405,15 @@ def _choice(number: int, choice: Choice) -> dict[str, Any]:
 
 def _logprobs(told: Sequence[pb.TokenLogprobs]) -> dict[str, Any] | None:
     """None where they were not requested."""
-    if not told:
-        return None
-    content = [{**spelled(each), "top_logprobs": [spelled(alternative) for alternative in each.top]} for each in told]
-    return {"content": content, "refusal": None}
+    return {"content": spelled(told), "refusal": None} if told else None
 
 
-def spelled(token: pb.TokenLogprobs | pb.TokenLogprob) -> dict[str, Any]:
+def spelled(told: Sequence[pb.TokenLogprobs]) -> list[dict[str, Any]]:
+    """Tokens, each with the likeliest in its place."""
+    return [{**_spelled(each), "top_logprobs": list(map(_spelled, each.top))} for each in told]
+
+
+def _spelled(token: pb.TokenLogprobs | pb.TokenLogprob) -> dict[str, Any]:
     """A token may be a part of a character: its bytes show that, and its text cannot."""
     text = token.spelling.decode("utf-8", "replace")
     return {"token": text, "logprob": token.logprob, "bytes": list(token.spelling)}

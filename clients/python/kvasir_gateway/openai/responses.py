@@ -13,7 +13,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import Field, PrivateAttr
 
 from kvasir_gateway import turn as turns
-from kvasir_gateway.openai.chat import StreamOptions, offered, schema_text
+from kvasir_gateway.openai.chat import OfferedFunction, StreamOptions, offered, schema_text
 from kvasir_gateway.reading.thinking import EFFORT, MODE, Thinking, effort_of
 from kvasir_gateway.reading.tolerance import Reading
 
@@ -34,12 +34,8 @@ MAX_REFERENCES = 256  # in one request
 Item = dict[str, Any]
 
 
-class FunctionTool(turns.Body):
+class FunctionTool(OfferedFunction):
     type: Literal["function"]
-    name: Annotated[str, MinLen(1), MaxLen(128)]
-    description: str | None = None
-    parameters: turns.FreeObject | None = None
-    strict: bool | None = Field(None, description="Arguments fit the schema, where the model's format allows it.")
 
 
 _FUNCTION_FIELDS = set(FunctionTool.model_fields)
