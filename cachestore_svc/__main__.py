@@ -206,7 +206,7 @@ async def serve(settings: StoreSettings) -> None:
             scrub = BackgroundScrub(served, repairs.repair, bytes_per_s=speed, every_s=rest_s)
             works["scrub"] = scrub.run
         for name, work in works.items():
-            parts.running(while_ours(store.jobs, threads, name, work))
+            parts.running(while_ours(store.has_job, threads, name, work))
         if store.is_shared:  # another store may collect for all, and does not know this one's parts
             parts.running(collect_own_regularly(store, threads, settings.gc_interval_s))
         settle_garbage()

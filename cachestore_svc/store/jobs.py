@@ -8,31 +8,21 @@ import structlog
 from kvasir.errors import KvasirError
 from kvasir.waits import PATIENCE_S
 
-from cachestore_svc.core.core import Core
 from cachestore_svc.index.catalog import HOUSE
 from cachestore_svc.store.threads import StoreThreads
 
 _LOG = structlog.get_logger("cachestore")
 
 
-class Jobs:
-    def __init__(self, core: Core) -> None:
-        self._core = core
-
-    def has(self, name: str) -> bool:
-        """Whether this store does the work, for some time from now on. Raises Unavailable."""
-        return self._core.catalog.has_job(name)
-
-
 async def while_ours(
-    jobs: Jobs, threads: StoreThreads, name: str, work: Callable[[], Coroutine[Any, Any, None]]
+    has_job: Callable[[str], bool], threads: StoreThreads, name: str, work: Callable[[], Coroutine[Any, Any, None]]
 ) -> None:
     """Do a work that never ends by itself, for as long as it is this store's. It is cancelled when it is not."""
     task: asyncio.Task[None] | None = None
     try:
         while True:
             try:
-                is_ours = await threads.run(HOUSE, jobs.has, name)
+                is_ours = await threads.run(HOUSE, has_job, name)
             except KvasirError as error:  # another store may have it by the time that this one knows
                 _LOG.warning("job.left", job=name, reason=error.reason)
                 is_ours = False

@@ -14,7 +14,6 @@ from cachestore_svc.sealing.keys import MasterKey
 from cachestore_svc.store.agents import Agents
 from cachestore_svc.store.blobs import Blobs
 from cachestore_svc.store.events import Events
-from cachestore_svc.store.jobs import Jobs
 from cachestore_svc.store.leases import Leases
 from cachestore_svc.store.move_steps import MoveSteps
 from cachestore_svc.store.owners import OwnerChanges, Owners
@@ -39,7 +38,6 @@ class Store:
         self.owners = Owners(core, self.leases, changes)
         self.moves = MoveSteps(core, self.leases, changes)
         self.events = Events(core)
-        self.jobs = Jobs(core)
         self.care = Care(core)
         self.statistics = Statistics(core)
 
@@ -83,6 +81,10 @@ class Store:
     def is_shared(self) -> bool:
         """Whether another store may write the same catalog."""
         return self._core.catalog.is_shared
+
+    def has_job(self, name: str) -> bool:
+        """Whether this store does this work of the background, for some time from now on. Raises Unavailable."""
+        return self._core.catalog.has_job(name)
 
     def is_sealed(self, namespace: str) -> bool:
         return self._core.seals.key_of(namespace) is not None

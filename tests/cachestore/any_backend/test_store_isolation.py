@@ -117,7 +117,7 @@ PROBES: dict[str, Callable[[Store, SyntheticSnapshot], object]] = {
 # These are of the whole store: no namespace asks them.
 WHOLE_STORE = {
     *("open", "close", "events.watching", "owners.unfinished", "owners.known", "owners.rename_peers"),
-    *("care.scrub", "care.known_damage", "care.check", "care.collect_own", "care.expire_agents", "jobs.has"),
+    *("care.scrub", "care.known_damage", "care.check", "care.collect_own", "care.expire_agents", "has_job"),
     *("statistics.counted", "statistics.totals", "statistics.ailments", "statistics.written"),
 }
 # These leave something of ours, or see that others were counted: each gets a store of its own.

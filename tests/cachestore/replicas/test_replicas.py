@@ -343,13 +343,13 @@ def test_a_number_of_a_namespace_that_was_made_in_vain_is_not_kept(url: str) -> 
 def test_one_store_does_a_work_until_it_ends_or_is_silent(stores: tuple[Lab, Store, Store]) -> None:
     lab, a, b = stores
     for _ in range(3):
-        assert (a.jobs.has("collection"), b.jobs.has("collection")) == (True, False)
+        assert (a.has_job("collection"), b.has_job("collection")) == (True, False)
         lab.clock.pass_s(SILENCE_S - 1)
-    assert b.jobs.has("scrub"), "each work for itself"
+    assert b.has_job("scrub"), "each work for itself"
     lab.clock.pass_s(SILENCE_S)
-    assert (b.jobs.has("collection"), a.jobs.has("collection")) == (True, False)
+    assert (b.has_job("collection"), a.has_job("collection")) == (True, False)
     b.close()
-    assert a.jobs.has("collection")
+    assert a.has_job("collection")
 
 
 async def test_a_work_ends_where_another_store_took_it(
@@ -374,7 +374,7 @@ async def test_a_work_ends_where_another_store_took_it(
 
     with closing(StoreThreads()) as threads:
         tasks = [
-            asyncio.create_task(jobs.while_ours(store.jobs, threads, "scrub", partial(work, name)))
+            asyncio.create_task(jobs.while_ours(store.has_job, threads, "scrub", partial(work, name)))
             for name, store in (("a", a), ("b", b))
         ]
         await until(lambda: bool(going))
