@@ -47,7 +47,7 @@ class ManifestDraft:
         self._model = model
         self._tokens = len(memory.transcript.token_ids)
         self._drafting = asyncio.ensure_future(off_loop(self._tokens > _LONG_TOKENS, self._begun))
-        self._drafting.add_done_callback(_heard)
+        self._drafting.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def completed(self, files: StoredFiles) -> tuple[bytes, Digest]:
         """The manifest that names these files, and the version that the memory follows now. Raises InvalidArgument."""
@@ -83,8 +83,3 @@ class ManifestDraft:
             tools_order=memory.tools_order,
             computed=None if runs is None else manifest_pb2.Computed(decoded=runs),
         )
-
-
-def _heard(drafting: "asyncio.Future[manifests.BegunManifest]") -> None:
-    if not drafting.cancelled():
-        drafting.exception()

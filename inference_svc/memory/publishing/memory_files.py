@@ -107,7 +107,7 @@ class MemoryFiles:
         self.sent_bytes += self._came_bytes + sum(digest.size_bytes for digest in self.coming)
         _LEFT.add(writing)
         writing.add_done_callback(_LEFT.discard)
-        writing.add_done_callback(_heard)
+        writing.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     def note(self, stored: StoredFiles) -> None:
         files = self._stored
@@ -183,8 +183,3 @@ class MemoryFiles:
         held.take(namespace, size_bytes)
         held.give_back(namespace, self._held_bytes)
         self._piece, self._held_bytes = piece, size_bytes
-
-
-def _heard(writing: "asyncio.Task[None]") -> None:
-    if not writing.cancelled():
-        writing.exception()
