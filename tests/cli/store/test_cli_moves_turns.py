@@ -43,7 +43,7 @@ def test_a_turn_that_is_refused_for_now_is_handed_over_a_little_later(
 
     monkeypatch.setattr(moving, "engine_client", engine_client)
     monkeypatch.setattr(moving.time, "sleep", paused.append)
-    caller: Any = SimpleNamespace(engine_address="unix:/e", say=said.append)
+    caller: Any = SimpleNamespace(is_engine_of_store=True, say=said.append)
     client: Any = SimpleNamespace(
         get_capabilities=lambda: SimpleNamespace(peers=["studio"]), get_agent=lambda _: "its record"
     )

@@ -114,8 +114,7 @@ def store_client(caller: Caller) -> Iterator[StoreClient]:
 @contextmanager
 def newest_client(caller: Caller) -> Iterator[InferenceClient | StoreClient]:
     """A client of the engine, which waits until an agent's newest turn is stored; of the store where none runs."""
-    is_homes = caller.engine_address or caller.store.address == caller.home.endpoint("store").address
-    with engine_client(caller) if is_homes and _answers(caller) else store_client(caller) as client:
+    with engine_client(caller) if caller.is_engine_of_store and _answers(caller) else store_client(caller) as client:
         yield client
 
 
@@ -317,7 +316,7 @@ def export(
             pieces = carrying.seed_pieces(pieces, written.model_name)
         if lock is not None:
             pieces = carrying.sealed_pieces(pieces, lock)
-        elif carrying.is_sealed(client):
+        elif "sealed" in client.get_capabilities().features:
             caller.note(f"The namespace is sealed, and {file} is plain; --sealed encrypts it.")
         size_bytes = sum(out.write(piece) for piece in pieces)
     about = {"format": written.form.value, "is_sealed": lock is not None}

@@ -63,6 +63,11 @@ class Caller:
     def engine(self) -> Endpoint:
         return self._endpoint("engine", self.engine_address)
 
+    @property
+    def is_engine_of_store(self) -> bool:
+        """The home's engine has the home's agents, not those of another store that is named."""
+        return bool(self.engine_address) or self.store.address == self.home.endpoint("store").address
+
     def _endpoint(self, service: str, address: str) -> Endpoint:
         known = self.home.endpoint(service)
         if address and not is_same_service(address, known.address):

@@ -195,11 +195,6 @@ def _check_can_seal() -> None:
         raise FailedPrecondition("a sealed archive needs the package cryptography; run: pip install 'kvasir[store]'")
 
 
-def is_sealed(client: StoreClient) -> bool:
-    """Whether the store keeps the caller's namespace encrypted."""
-    return "sealed" in client.get_capabilities().features
-
-
 def agent_of_archive(file: Path, pieces: Iterable[bytes]) -> str:
     """The agent that the archive in a file names. Raises InvalidArgument for other files."""
     reader, why = ArchiveReader(), "it ends early"

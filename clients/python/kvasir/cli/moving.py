@@ -191,8 +191,8 @@ class _Sent:
 
 def _turn_handed_over(caller: Caller, client: StoreClient, agent: str, peer: str) -> str | None:
     """Hand the agent's decoding turn over to the engine there. What became of it, if the store need not wait for it."""
-    if not caller.engine_address and caller.store.address != caller.home.endpoint("store").address:
-        return None  # the home's engine has the home's agents, not those of that store
+    if not caller.is_engine_of_store:
+        return None
     try:
         with engine_client(caller) as engine:
             for tries_left in reversed(range(_TRIES)):

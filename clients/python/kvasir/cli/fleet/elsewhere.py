@@ -61,7 +61,8 @@ def check_options(home: Home, up: UpTable) -> None:
         address = parse_address(up.store)
     except ValueError as error:
         raise WrongUsage.of("--store", error) from None
-    for option, path in (("--store-ca-file", up.store_ca_file), *_named(up.store_token_file)):
+    tokens = [("--store-token-file", path) for path in up.store_token_file.values()]
+    for option, path in (("--store-ca-file", up.store_ca_file), *tokens):
         if path is not None and not path.is_file():
             raise WrongUsage.of(option, f"{path}: there is no such file")
     if up.store_ca_file is not None:
@@ -84,10 +85,6 @@ def _check_certificate(path: Path) -> None:
         ssl.create_default_context(cafile=path)
     except ssl.SSLError:
         raise WrongUsage.of("--store-ca-file", f"{path}: expected the store's certificate (PEM)") from None
-
-
-def _named(files: Mapping[str, Path]) -> list[tuple[str, Path]]:
-    return [("--store-token-file", path) for path in files.values()]
 
 
 def check_store(home: Home, up: UpTable) -> None:

@@ -45,7 +45,7 @@ class OwnProcesses:
 
     def _until_ready(self, service: Service, log_start: int, began: float) -> float:
         process = self._processes[service.name]
-        while not asyncio.run(_is_ready(service)):
+        while not asyncio.run(service.is_ready()):
             elapsed_s = time.monotonic() - began
             if process.poll() is not None or elapsed_s > service.ready_within_s:
                 what = "is not ready" if process.poll() is None else f"ended with {ending(process.returncode)}"
@@ -86,7 +86,3 @@ def _gone(process: "subprocess.Popen[bytes]") -> int:
     if process.stdin is not None:
         process.stdin.close()
     return process.wait()
-
-
-async def _is_ready(service: Service) -> bool:
-    return await service.is_ready()

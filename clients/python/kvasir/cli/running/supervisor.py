@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import signal
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from kvasir.cli.running.holding import GRACE_S, Patience
 from kvasir.cli.running.logs import GrowingLog, is_important, last_lines, rotate_log
@@ -21,7 +22,7 @@ class Service:
     name: str
     argv: tuple[str, ...]
     log_file: Path
-    is_ready: Callable[[], Awaitable[bool]]
+    is_ready: Callable[[], Coroutine[Any, Any, bool]]
     ready_within_s: float
     start_in_words: Callable[[], str] = lambda: ""
     """Facts of its start, read once it is ready."""

@@ -17,7 +17,7 @@ from kvasir.cli.settings.flags import ConfigOption
 from kvasir.cli.showing.tables import table
 from kvasir.credentials import replace_private_text
 from kvasir.options.finding import HOME, Found
-from kvasir.options.table import Option, options_of
+from kvasir.options.table import options_of
 from kvasir.options.texts import texts_of
 from kvasir.options.up import SERVICES
 
@@ -76,12 +76,9 @@ def _rows(asked: Asked, plan: Plan) -> Iterator[dict[str, Any]]:
             if name not in asked.passed_on(service) and (value := of_home.get(name)):
                 found = Found(value, HOME)
             named = found.given.named if found.given else ""
-            told = {"value": _shown(option, found.value), "from": found.source, "named": named}
+            shown = "" if found.value is None or found.value == {} else ",".join(texts_of(option, found.value))
+            told = {"value": shown, "from": found.source, "named": named}
             yield {"service": service, "option": option.key, **told}
-
-
-def _shown(option: Option, value: Any) -> str:
-    return "" if value is None or value == {} else ",".join(texts_of(option, value))
 
 
 def _show(out: Console, rows: list[dict[str, Any]]) -> None:

@@ -58,8 +58,7 @@ class EngineSide:
 
 
 def engine_side(caller: Caller, names: list[str]) -> EngineSide:
-    is_homes = caller.engine_address or caller.store.address == caller.home.endpoint("store").address
-    if not is_homes or not accepts(caller.engine.address):
+    if not caller.is_engine_of_store or not accepts(caller.engine.address):
         return EngineSide()
     pages = [names[start : start + _PAGE] for start in range(0, len(names), _PAGE)]
     try:
