@@ -46,38 +46,32 @@ TakesOption = Annotated[
 
 
 _WAYS = ("gives", "takes")
-AnnounceOption = Annotated[
-    bool,
-    option(
-        "While it waits, let `kvasir peers find` list this Mac in the network (mDNS). Needs kvasir[lan].",
-        "--announce",
-    ),
-]
-CodeArgument = Annotated[
-    str, argument("The code or the line that the other Mac shows. Default: show one here, and wait.", "CODE")
-]
-AtOption = Annotated[
-    str, option("HOST:PORT that the other Mac shows. Not needed with its whole line, or on one machine.")
-]
-ListenOption = Annotated[
-    str,
-    option(
-        "This Mac's own name or address in the network, as studio.local, at which paired Macs can reach its store "
-        "and its engine. Default: 127.0.0.1, which no other machine can reach.",
-        metavar="HOST[:PORT]",
-    ),
-]
 
 
 @dataclass(frozen=True)
 class PairOptions:
     """How this Mac is named and reached, and for how long it waits."""
 
-    at: AtOption = ""
-    listen: ListenOption = ""
+    at: Annotated[
+        str, option("HOST:PORT that the other Mac shows. Not needed with its whole line, or on one machine.")
+    ] = ""
+    listen: Annotated[
+        str,
+        option(
+            "This Mac's own name or address in the network, as studio.local, at which paired Macs can reach its store "
+            "and its engine. Default: 127.0.0.1, which no other machine can reach.",
+            metavar="HOST[:PORT]",
+        ),
+    ] = ""
     name: Annotated[str, option("This Mac's name for itself. Default: its host name.")] = ""
     as_: Annotated[str, option("The other Mac's name here. Default: its name for itself.", "--as")] = ""
-    announce: AnnounceOption = False
+    announce: Annotated[
+        bool,
+        option(
+            "While it waits, let `kvasir peers find` list this Mac in the network (mDNS). Needs kvasir[lan].",
+            "--announce",
+        ),
+    ] = False
     minutes: Annotated[float, option("How long the code is valid.", min=0.01, max=60)] = 10
 
     def words(self) -> list[str]:
@@ -88,7 +82,13 @@ class PairOptions:
 
 
 def pair(
-    caller: Caller, options: PairOptions, code: CodeArgument = "", gives: GivesOption = None, takes: TakesOption = None
+    caller: Caller,
+    options: PairOptions,
+    code: Annotated[
+        str, argument("The code or the line that the other Mac shows. Default: show one here, and wait.", "CODE")
+    ] = "",
+    gives: GivesOption = None,
+    takes: TakesOption = None,
 ) -> None:
     """Pair this Mac with another Mac: one shows a code, which you type at the other.
 

@@ -15,38 +15,25 @@ from kvasir_bench.program import measured_by
 EngineCase = Enum("EngineCase", [(name, name) for name in report.CASES], type=str)  # type: ignore[misc]
 Peer = Enum("Peer", [("mlx-lm", "mlx-lm")], type=str)  # type: ignore[misc]
 
-OnlyOption = Annotated[list[EngineCase] | None, option("Measure this case alone. Repeatable.")]
-PeerOption = Annotated[Peer | None, option("Also give the same work to this program, in turns.")]
-RepeatsOption = Annotated[
-    int | None,
-    option("Measurements; results are their medians. Default: 5; 3 if they take 15 s, 2 if each does.", min=1),
-]
-LengthsOption = Annotated[str, option("Contexts in tokens, separated by commas. Default: each case's own.")]
-BatchesOption = Annotated[str, option("Rows that decode together, separated by commas. Default: each case's own.")]
-TextsOption = Annotated[str, option("Kinds of replies of the case ahead, separated by commas. Default: all.")]
-KvPolicyOption = Annotated[str, option("As for `kvasir up`.")]
-MemoryOption = Annotated[float | None, option("Memory for KV, in GiB. Default: 4.", min=0.001)]
-TimeLimitOption = Annotated[
-    float | None, option("Begin nothing new after this many seconds, and show the results so far.")
-]
-ResultsFileOption = Annotated[
-    Path | None, option("Measure nothing; show this kept JSON.", "--results", exists=True, dir_okay=False)
-]
-
 
 @dataclass(frozen=True)
 class EngineOptions:
     """The options that `python -m kvasir_bench.engine` has, too."""
 
     model: shown.ModelOption = ""
-    peer: PeerOption = None
-    repeats: RepeatsOption = None
-    lengths: LengthsOption = ""
-    batches: BatchesOption = ""
-    texts: TextsOption = ""
-    kv_policy: KvPolicyOption = ""
-    memory_gib: MemoryOption = None
-    time_limit_s: TimeLimitOption = None
+    peer: Annotated[Peer | None, option("Also give the same work to this program, in turns.")] = None
+    repeats: Annotated[
+        int | None,
+        option("Measurements; results are their medians. Default: 5; 3 if they take 15 s, 2 if each does.", min=1),
+    ] = None
+    lengths: Annotated[str, option("Contexts in tokens, separated by commas. Default: each case's own.")] = ""
+    batches: Annotated[str, option("Rows that decode together, separated by commas. Default: each case's own.")] = ""
+    texts: Annotated[str, option("Kinds of replies of the case ahead, separated by commas. Default: all.")] = ""
+    kv_policy: Annotated[str, option("As for `kvasir up`.")] = ""
+    memory_gib: Annotated[float | None, option("Memory for KV, in GiB. Default: 4.", min=0.001)] = None
+    time_limit_s: Annotated[
+        float | None, option("Begin nothing new after this many seconds, and show the results so far.")
+    ] = None
     quick: shown.QuickOption = False
     keep: shown.KeptOption = None
 
@@ -54,8 +41,10 @@ class EngineOptions:
 def engine(
     caller: Caller,
     options: EngineOptions,
-    only: OnlyOption = None,
-    results_file: ResultsFileOption = None,
+    only: Annotated[list[EngineCase] | None, option("Measure this case alone. Repeatable.")] = None,
+    results_file: Annotated[
+        Path | None, option("Measure nothing; show this kept JSON.", "--results", exists=True, dir_okay=False)
+    ] = None,
     plots: shown.PlotsOption = None,
     as_markdown: shown.MarkdownOption = False,
 ) -> None:

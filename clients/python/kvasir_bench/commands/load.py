@@ -21,82 +21,56 @@ from kvasir_bench.commands.shown import PlotsOption, progress, show
 from kvasir_bench.load import report, run
 from kvasir_bench.load.arithmetic import Lengths, Limits
 
-RateOption = Annotated[float | None, option("Turns a second on average. Default: 1.", min=0.001)]
-AtOnceOption = Annotated[
-    int | None, option("Instead, a number of callers; each sends a turn when its last turn has ended.", min=1)
-]
-SecondsOption = Annotated[float | None, option("For how long turns arrive. Default: 60.", min=1)]
-RequestsOption = Annotated[int | None, option("Instead, a number of turns. `wall` is the time that they took.", min=1)]
-RampOption = Annotated[
-    float | None,
-    option("Seconds at the start that do not count. Default: a fifth; with --at-once or --requests none.", min=0),
-]
-InOption = Annotated[
-    str,
-    option(
-        "Approximate tokens of each prompt: 512; 200-4000, each length equally likely; 200~4000, many short, few long.",
-        "--in",
-        metavar="TOKENS",
-    ),
-]
-OutOption = Annotated[
-    str,
-    option("The most tokens of each reply, in the forms of --in. A model may end earlier.", "--out", metavar="TOKENS"),
-]
-SharedPrefixOption = Annotated[int, option("Tokens of a system prompt that all turns share.", min=0, metavar="TOKENS")]
-TurnsOption = Annotated[
-    int,
-    option(
-        "Turns of each agent. The agent that is idle longest comes back first; its memory is deleted at the end. A "
-        "server of --http gets the whole conversation, and Kvasir's gateway keeps it.",
-        min=1,
-    ),
-]
-FirstTokenOption = Annotated[
-    float | None, option("The longest wait for the first token in a good turn.", min=1, metavar="MS")
-]
-GapOption = Annotated[float | None, option("The longest gap between tokens in a good turn.", min=1, metavar="MS")]
-SeedOption = Annotated[int, option("The seed of arrivals, lengths and texts.", min=0)]
-MlxLmOption = Annotated[
-    str,
-    option(
-        "Then start mlx_lm.server with this model, kvasir-tiny or a directory, and send it the same turns.",
-        metavar="MODEL",
-    ),
-]
-WheelsBlasOption = Annotated[
-    bool,
-    option(
-        "With --mlx-lm: by the BLAS of MLX's wheel, as pip installs it, in place of this machine's.", "--wheels-blas"
-    ),
-]
-HttpOption = Annotated[
-    str | None,
-    option("A server with /v1/chat/completions, Kvasir's or another, in place of gRPC.", metavar="URL"),
-]
-ModelOption = Annotated[str | None, option("With --http: the model's name at that server.")]
-ApiKeyFileOption = Annotated[Path | None, option("With --http: the file of the key.")]
-ApiKeyOption = Annotated[
-    str, option("With --http: the key. As a variable of the environment it is less visible.", envvar="KVASIR_API_KEY")
-]
-
 
 @dataclass(frozen=True)
 class LoadOptions:
     """When turns arrive, how long they are, and which of them are good."""
 
-    rate: RateOption = None
-    at_once: AtOnceOption = None
-    seconds: SecondsOption = None
-    requests: RequestsOption = None
-    ramp: RampOption = None
-    prompts: InOption = "512"
-    replies: OutOption = "128"
-    shared_prefix: SharedPrefixOption = 0
-    turns: TurnsOption = 1
-    first_token_ms: FirstTokenOption = None
-    gap_ms: GapOption = None
-    seed: SeedOption = 0
+    rate: Annotated[float | None, option("Turns a second on average. Default: 1.", min=0.001)] = None
+    at_once: Annotated[
+        int | None, option("Instead, a number of callers; each sends a turn when its last turn has ended.", min=1)
+    ] = None
+    seconds: Annotated[float | None, option("For how long turns arrive. Default: 60.", min=1)] = None
+    requests: Annotated[int | None, option("Instead, a number of turns. `wall` is the time that they took.", min=1)] = (
+        None
+    )
+    ramp: Annotated[
+        float | None,
+        option("Seconds at the start that do not count. Default: a fifth; with --at-once or --requests none.", min=0),
+    ] = None
+    prompts: Annotated[
+        str,
+        option(
+            "Approximate tokens of each prompt: 512; 200-4000, each length equally likely; 200~4000, many short, few "
+            "long.",
+            "--in",
+            metavar="TOKENS",
+        ),
+    ] = "512"
+    replies: Annotated[
+        str,
+        option(
+            "The most tokens of each reply, in the forms of --in. A model may end earlier.", "--out", metavar="TOKENS"
+        ),
+    ] = "128"
+    shared_prefix: Annotated[
+        int, option("Tokens of a system prompt that all turns share.", min=0, metavar="TOKENS")
+    ] = 0
+    turns: Annotated[
+        int,
+        option(
+            "Turns of each agent. The agent that is idle longest comes back first; its memory is deleted at the end. A "
+            "server of --http gets the whole conversation, and Kvasir's gateway keeps it.",
+            min=1,
+        ),
+    ] = 1
+    first_token_ms: Annotated[
+        float | None, option("The longest wait for the first token in a good turn.", min=1, metavar="MS")
+    ] = None
+    gap_ms: Annotated[float | None, option("The longest gap between tokens in a good turn.", min=1, metavar="MS")] = (
+        None
+    )
+    seed: Annotated[int, option("The seed of arrivals, lengths and texts.", min=0)] = 0
 
     def scope(self) -> run.LoadScope:
         seconds = 60.0 if self.seconds is None and self.requests is None else self.seconds
@@ -120,12 +94,30 @@ class LoadOptions:
 class ServerOptions:
     """Other servers than the home's engine."""
 
-    mlx_lm: MlxLmOption = ""
-    wheels_blas: WheelsBlasOption = False
-    http: HttpOption = None
-    model: ModelOption = None
-    api_key_file: ApiKeyFileOption = None
-    api_key: ApiKeyOption = ""
+    mlx_lm: Annotated[
+        str,
+        option(
+            "Then start mlx_lm.server with this model, kvasir-tiny or a directory, and send it the same turns.",
+            metavar="MODEL",
+        ),
+    ] = ""
+    wheels_blas: Annotated[
+        bool,
+        option(
+            "With --mlx-lm: by the BLAS of MLX's wheel, as pip installs it, in place of this machine's.",
+            "--wheels-blas",
+        ),
+    ] = False
+    http: Annotated[
+        str | None,
+        option("A server with /v1/chat/completions, Kvasir's or another, in place of gRPC.", metavar="URL"),
+    ] = None
+    model: Annotated[str | None, option("With --http: the model's name at that server.")] = None
+    api_key_file: Annotated[Path | None, option("With --http: the file of the key.")] = None
+    api_key: Annotated[
+        str,
+        option("With --http: the key. As a variable of the environment it is less visible.", envvar="KVASIR_API_KEY"),
+    ] = ""
 
     def check(self) -> None:
         """Raises InvalidArgument, FailedPrecondition."""

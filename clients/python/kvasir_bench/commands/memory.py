@@ -12,50 +12,45 @@ from kvasir.errors import FailedPrecondition
 
 from kvasir_bench.commands.shown import ModelOption, PlotsOption, progress, show
 
-ScenarioOption = Annotated[list[str] | None, option("A scenario of `kvasir scenario ls`; repeatable. Default: all.")]
-WayOption = Annotated[
-    list[str] | None,
-    option("One of kv, prefill, bm25-K, killed, moved; repeatable. Default: all. Parts add up, as with --first."),
-]
-VariantsOption = Annotated[
-    int | None, option("Variants of each scenario, with other words. Default: 200; with --quick 2.", min=1)
-]
-TogetherOption = Annotated[int, option("The number of conversations at the same time.", min=1, max=100)]
-TimeLimitOption = Annotated[
-    float | None, option("Begin no more variants after this many seconds; finished ones count.")
-]
-FirstOption = Annotated[int, option("The first variant's number, for parts that run side by side.", min=1)]
-PlayedOption = Annotated[Path | None, option("Add each batch to this file when it ends.", dir_okay=False)]
-PlayedFilesOption = Annotated[
-    list[Path] | None,
-    option(
-        "Play nothing; count the results of this --played file. Repeatable.", "--results", exists=True, dir_okay=False
-    ),
-]
-QuickOption = Annotated[
-    bool, option("Play 2 variants with one kill each. Claims about accuracy do not count.", "--quick")
-]
-
 
 @dataclass(frozen=True)
 class ScopeOptions:
     """What is played, and how much of it."""
 
     model: ModelOption = ""
-    scenario: ScenarioOption = None
-    way: WayOption = None
-    variants: VariantsOption = None
-    together: TogetherOption = 4
-    time_limit_s: TimeLimitOption = None
-    first: FirstOption = 1
-    quick: QuickOption = False
+    scenario: Annotated[list[str] | None, option("A scenario of `kvasir scenario ls`; repeatable. Default: all.")] = (
+        None
+    )
+    way: Annotated[
+        list[str] | None,
+        option("One of kv, prefill, bm25-K, killed, moved; repeatable. Default: all. Parts add up, as with --first."),
+    ] = None
+    variants: Annotated[
+        int | None, option("Variants of each scenario, with other words. Default: 200; with --quick 2.", min=1)
+    ] = None
+    together: Annotated[int, option("The number of conversations at the same time.", min=1, max=100)] = 4
+    time_limit_s: Annotated[
+        float | None, option("Begin no more variants after this many seconds; finished ones count.")
+    ] = None
+    first: Annotated[int, option("The first variant's number, for parts that run side by side.", min=1)] = 1
+    quick: Annotated[
+        bool, option("Play 2 variants with one kill each. Claims about accuracy do not count.", "--quick")
+    ] = False
 
 
 def memory(
     caller: Caller,
     options: ScopeOptions,
-    played: PlayedOption = None,
-    played_files: PlayedFilesOption = None,
+    played: Annotated[Path | None, option("Add each batch to this file when it ends.", dir_okay=False)] = None,
+    played_files: Annotated[
+        list[Path] | None,
+        option(
+            "Play nothing; count the results of this --played file. Repeatable.",
+            "--results",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
     plots: PlotsOption = None,
 ) -> None:
     """Play scenarios with KV memory, without, with BM25's best messages, killed and moved. Hours at full size.

@@ -17,45 +17,44 @@ from kvasir_bench.memory_path.services import measured_services, memory_gib_for
 from kvasir_bench.program import keep
 from kvasir_bench.system import SHORT_HOME
 
-LengthsOption = Annotated[
-    str, option("Tokens of agents' memories, separated by commas; the model's context cuts longer ones.")
-]
-ModelOption = Annotated[str, option("A directory or name of an mlx-lm model. Default: the shipped model, or --shape.")]
-ShapeOption = Annotated[str, option("Instead, fill pages of this model's shape without computing them; llama-3.1-8b.")]
-PrefillRateOption = Annotated[
-    float, option("With --shape: the speed of prefill, to which a restore is compared.", min=1)
-]
-RepeatsOption = Annotated[int, option("The number of agents of each length.", min=1)]
-MemoryOption = Annotated[
-    float | None, option("The engine's memory, in GiB. Default: half more than --shape's longest memory.", min=0.01)
-]
-EngineOptions = Annotated[
-    list[str] | None, option("An option of `python -m inference_svc`, as --store-budget-ms=250. Repeatable.")
-]
-TimeLimitOption = Annotated[float | None, option("Begin no more repeats after this many seconds.", min=1)]
-KeptOption = Annotated[
-    Path | None,
-    option("Write the results into FILE after each step, and logs beside it.", "--keep", dir_okay=False),
-]
-
 
 @dataclass(frozen=True)
 class PathOptions:
     """The memories that are measured, and the engine that has them."""
 
-    lengths: LengthsOption = "2048,8192,32768"
-    model: ModelOption = ""
-    shape: ShapeOption = ""
-    prefill_tokens_per_s: PrefillRateOption = 2000
-    repeats: RepeatsOption = 3
-    memory_gib: MemoryOption = None
+    lengths: Annotated[
+        str, option("Tokens of agents' memories, separated by commas; the model's context cuts longer ones.")
+    ] = "2048,8192,32768"
+    model: Annotated[str, option("A directory or name of an mlx-lm model. Default: the shipped model, or --shape.")] = (
+        ""
+    )
+    shape: Annotated[str, option("Instead, fill pages of this model's shape without computing them; llama-3.1-8b.")] = (
+        ""
+    )
+    prefill_tokens_per_s: Annotated[
+        float, option("With --shape: the speed of prefill, to which a restore is compared.", min=1)
+    ] = 2000
+    repeats: Annotated[int, option("The number of agents of each length.", min=1)] = 3
+    memory_gib: Annotated[
+        float | None, option("The engine's memory, in GiB. Default: half more than --shape's longest memory.", min=0.01)
+    ] = None
     home: HomeOption = SHORT_HOME
-    engine_option: EngineOptions = None
-    time_limit_s: TimeLimitOption = None
+    engine_option: Annotated[
+        list[str] | None, option("An option of `python -m inference_svc`, as --store-budget-ms=250. Repeatable.")
+    ] = None
+    time_limit_s: Annotated[float | None, option("Begin no more repeats after this many seconds.", min=1)] = None
     quick: QuickOption = False
 
 
-def memory_path(caller: Caller, options: PathOptions, kept: KeptOption = None, plots: PlotsOption = None) -> None:
+def memory_path(
+    caller: Caller,
+    options: PathOptions,
+    kept: Annotated[
+        Path | None,
+        option("Write the results into FILE after each step, and logs beside it.", "--keep", dir_okay=False),
+    ] = None,
+    plots: PlotsOption = None,
+) -> None:
     """Measure agents' memories on their way to the store and back: cold, hot, restored from RAM and after kill -9.
 
     It starts a store and an engine of its own, and asks each agent the same question from the same memory, hot and

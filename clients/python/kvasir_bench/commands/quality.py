@@ -15,49 +15,6 @@ from kvasir_bench.quality import report
 
 # Some of whose layers may stay exact; under fp all are.
 MixedPolicy = Enum("MixedPolicy", [(name, name) for name in ("q4", "q4-rotated", "k8v4", "q8")], type=str)  # type: ignore[misc]
-KvExactLayersOption = Annotated[
-    str, option('Layers that stay exact under every policy: "last", or indexes separated by commas.')
-]
-ComputeTypeOption = Annotated[
-    str, option("float32, float16 or bfloat16; float32 on a CPU and else the model's own if left out.")
-]
-TextOption = Annotated[
-    Path | None,
-    option(
-        "Read this file (UTF-8, 1,024 tokens at least) in 16 windows instead, and measure each layer too.",
-        exists=True,
-        dir_okay=False,
-    ),
-]
-TasksOption = Annotated[
-    Path | None,
-    option(
-        "Give the tasks of this file instead: JSON lines, each with task (a name), answer, and prompt or messages "
-        "(and tools).",
-        exists=True,
-        dir_okay=False,
-    ),
-]
-KvPolicyOption = Annotated[
-    MixedPolicy | None, option("With --text: the policy whose layers it measures one by one: q4.")
-]
-KvBytesOption = Annotated[
-    int | None,
-    option(
-        "With --text: bytes a token for that policy and the layers that stay exact. Default: those of the next policy.",
-        min=1,
-    ),
-]
-WeightsOption = Annotated[
-    bool,
-    option(
-        "Instead, measure the cost of fewer bits of weights, with exact KV. It rounds the matrices of a model of 16 "
-        "or 32 bits through MLX's 4-bit codes: all; all but embeddings and head; all in 8 bits; each kind alone; "
-        "and, without --quick, each layer alone. It measures no speed.",
-        "--weights",
-    ),
-]
-QuickOption = Annotated[bool, option("Read fewer texts and ask fewer questions, for a first look.", "--quick")]
 
 
 @dataclass(frozen=True)
@@ -65,14 +22,50 @@ class QualityOptions:
     """The options that `python -m kvasir_bench.quality` has, too."""
 
     model: ModelOption = ""
-    kv_exact_layers: KvExactLayersOption = ""
-    compute_type: ComputeTypeOption = ""
-    weights: WeightsOption = False
-    text: TextOption = None
-    tasks: TasksOption = None
-    kv_policy: KvPolicyOption = None
-    kv_bytes: KvBytesOption = None
-    quick: QuickOption = False
+    kv_exact_layers: Annotated[
+        str, option('Layers that stay exact under every policy: "last", or indexes separated by commas.')
+    ] = ""
+    compute_type: Annotated[
+        str, option("float32, float16 or bfloat16; float32 on a CPU and else the model's own if left out.")
+    ] = ""
+    weights: Annotated[
+        bool,
+        option(
+            "Instead, measure the cost of fewer bits of weights, with exact KV. It rounds the matrices of a model of "
+            "16 or 32 bits through MLX's 4-bit codes: all; all but embeddings and head; all in 8 bits; each kind "
+            "alone; and, without --quick, each layer alone. It measures no speed.",
+            "--weights",
+        ),
+    ] = False
+    text: Annotated[
+        Path | None,
+        option(
+            "Read this file (UTF-8, 1,024 tokens at least) in 16 windows instead, and measure each layer too.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None
+    tasks: Annotated[
+        Path | None,
+        option(
+            "Give the tasks of this file instead: JSON lines, each with task (a name), answer, and prompt or messages "
+            "(and tools).",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None
+    kv_policy: Annotated[
+        MixedPolicy | None, option("With --text: the policy whose layers it measures one by one: q4.")
+    ] = None
+    kv_bytes: Annotated[
+        int | None,
+        option(
+            "With --text: bytes a token for that policy and the layers that stay exact. Default: those of the next "
+            "policy.",
+            min=1,
+        ),
+    ] = None
+    quick: Annotated[bool, option("Read fewer texts and ask fewer questions, for a first look.", "--quick")] = False
 
     def check(self) -> None:
         """Raises InvalidArgument."""

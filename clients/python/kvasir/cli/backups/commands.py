@@ -38,8 +38,6 @@ _KEY, _PEERS = _IDENTITY = ("identity.pem", "peers.toml")
 _TRIES = 5
 _RESTORING = ".restoring-"  # behind the name of a home that is not whole yet
 
-FolderArgument = Annotated[Path, argument("The backup's folder.", "DIR")]
-
 
 def backup(
     caller: Caller,
@@ -94,7 +92,7 @@ def backup(
 
 def restore(
     caller: Caller,
-    folder: FolderArgument,
+    folder: Annotated[Path, argument("The backup's folder.", "DIR")],
     partial: Annotated[bool, option("Leave out damaged files, restore the rest, and end with 1.", "--partial")] = False,
     new_identity: Annotated[
         bool,

@@ -32,10 +32,6 @@ app = typer.Typer(no_args_is_help=True, help="Several engines of one store.")
 EnginesOption = Annotated[
     list[str] | None, option("An engine; repeatable. Default: the home's.", "--engine", metavar="ADDRESS")
 ]
-StoresOption = Annotated[
-    list[str] | None,
-    option("A store process; repeat it for each replica. Default: the home's.", "--store", metavar="ADDRESS"),
-]
 _PAGE = 500  # agents that an engine looks up at once
 
 
@@ -106,7 +102,14 @@ class EngineRow:
 
 
 @command(app, "status")
-def status(caller: Caller, engine: EnginesOption = None, store: StoresOption = None) -> None:
+def status(
+    caller: Caller,
+    engine: EnginesOption = None,
+    store: Annotated[
+        list[str] | None,
+        option("A store process; repeat it for each replica. Default: the home's.", "--store", metavar="ADDRESS"),
+    ] = None,
+) -> None:
     """Show the engines of a store, that store's processes, and which agents each engine has hot. With --store alone it
     omits engines. Ends with 3 unless all are ready and each engine reaches the store."""
     known = caller.engine

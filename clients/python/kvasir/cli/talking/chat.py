@@ -40,11 +40,6 @@ _HELP = (
 # From this share of the context on, the prompt shows how full the memory is.
 _NEARLY_FULL = 0.8
 
-ThinkOption = Annotated[
-    str | None,
-    option("on, off, or the most tokens of thoughts. Default: as in the model's template.", metavar="on|off|TOKENS"),
-]
-
 
 @dataclass(frozen=True)
 class ChatOptions:
@@ -59,7 +54,12 @@ class ChatOptions:
     temperature: Annotated[
         float | None, option("0 is greedy. Default: as in the model's own files, else 0.", min=0, max=2)
     ] = None
-    think: ThinkOption = None
+    think: Annotated[
+        str | None,
+        option(
+            "on, off, or the most tokens of thoughts. Default: as in the model's template.", metavar="on|off|TOKENS"
+        ),
+    ] = None
 
     def of_turn(self) -> GenerateOptions:
         """Raises WrongUsage."""

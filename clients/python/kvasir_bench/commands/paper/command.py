@@ -20,21 +20,7 @@ from kvasir_bench.paper import report
 from kvasir_bench.paper.tables import tables
 from kvasir_bench.system import SHORT_HOME
 
-TableOption = Annotated[
-    list[str] | None,
-    option("A table's number (5.5), or a paper's (001 to 004). Repeatable. Default: all."),
-]
-RepeatsOption = Annotated[int, option("The number of measurements; results are their medians.", min=1)]
 QuickOption = Annotated[bool, option("Measure once, with contexts up to 1,100 tokens.", "--quick")]
-HttpOption = Annotated[str, option("For 5.9: LM Studio, or another server of OpenAI's chat.", metavar="URL")]
-HttpModelOption = Annotated[str, option("With --http: the model's name at that server.")]
-ApiKeyFileOption = Annotated[Path | None, option("With --http: the file of the key.")]
-CsvOption = Annotated[Path | None, option("Write a CSV for each table into this directory.")]
-KeepOption = Annotated[Path | None, option("Write the JSON to FILE after each table.", dir_okay=False)]
-ResultsOption = Annotated[
-    list[Path] | None,
-    option("Measure nothing; show this JSON. Several add up.", "--results", exists=True, dir_okay=False),
-]
 
 
 @dataclass(frozen=True)
@@ -42,13 +28,16 @@ class PaperOptions:
     """The tables that are measured, and the servers that are."""
 
     model: ModelOption = ""
-    table: TableOption = None
-    repeats: RepeatsOption = 3
+    table: Annotated[
+        list[str] | None,
+        option("A table's number (5.5), or a paper's (001 to 004). Repeatable. Default: all."),
+    ] = None
+    repeats: Annotated[int, option("The number of measurements; results are their medians.", min=1)] = 3
     quick: QuickOption = False
     home: HomeOption = SHORT_HOME
-    http: HttpOption = ""
-    http_model: HttpModelOption = ""
-    api_key_file: ApiKeyFileOption = None
+    http: Annotated[str, option("For 5.9: LM Studio, or another server of OpenAI's chat.", metavar="URL")] = ""
+    http_model: Annotated[str, option("With --http: the model's name at that server.")] = ""
+    api_key_file: Annotated[Path | None, option("With --http: the file of the key.")] = None
 
     def server(self) -> tuple[str, str, str] | None:
         """Address, model and key of a server over HTTP. Raises InvalidArgument."""
@@ -61,9 +50,12 @@ class PaperOptions:
 def paper(
     caller: Caller,
     options: PaperOptions,
-    keep: KeepOption = None,
-    results_file: ResultsOption = None,
-    csv: CsvOption = None,
+    keep: Annotated[Path | None, option("Write the JSON to FILE after each table.", dir_okay=False)] = None,
+    results_file: Annotated[
+        list[Path] | None,
+        option("Measure nothing; show this JSON. Several add up.", "--results", exists=True, dir_okay=False),
+    ] = None,
+    csv: Annotated[Path | None, option("Write a CSV for each table into this directory.")] = None,
     plots: PlotsOption = None,
     as_markdown: MarkdownOption = False,
 ) -> None:
