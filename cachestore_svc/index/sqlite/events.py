@@ -52,7 +52,7 @@ def set_fact(rows: Rows, name: str, value: str) -> None:
 
 def events_after(rows: Rows, kept_events: int, cursor: EventCursor | None, limit: int) -> EventBatch:
     """Events after a cursor. One of another incarnation, of the future, or too old has lost some."""
-    last, incarnation = _last(rows), fact(rows, INCARNATION) or ""
+    last, incarnation = rows.number(_LAST), fact(rows, INCARNATION) or ""
     now = EventCursor(incarnation, last)
     if cursor is None:
         return EventBatch((), now)
@@ -65,10 +65,6 @@ def events_after(rows: Rows, kept_events: int, cursor: EventCursor | None, limit
         for sequence, at_unix_ms, body in rows.all(later, sequence=cursor.sequence, limit=limit)
     )
     return EventBatch(events, events[-1].cursor if events else cursor)
-
-
-def _last(rows: Rows) -> int:
-    return rows.number(_LAST)
 
 
 def _to_json(rows: Rows, body: EventBody) -> str:

@@ -38,10 +38,6 @@ def has_tables(rows: Rows) -> bool:
     return bool(_columns(rows, "versions"))
 
 
-def has_marks(rows: Rows) -> bool:
-    return "is_brought" in _columns(rows, "blobs")
-
-
 def journal_position(rows: Rows) -> tuple[str, Position] | None:
     """The journal's store and how far the index followed it; None when it never had a journal."""
     found = fact(rows, _FACT)
@@ -155,7 +151,7 @@ def _read_anyway(rows: Rows, work: Callable[[Rows], _Answer]) -> _Answer:
 
 
 def _add_marks(rows: Rows, found_state: State) -> None:
-    if has_marks(rows):
+    if "is_brought" in _columns(rows, "blobs"):
         for namespace, hash_, mark in rows.all(
             """SELECT namespaces.name, blobs.hash, is_brought FROM blobs NOT INDEXED JOIN namespaces NOT INDEXED
                 ON namespaces.id = blobs.namespace_id WHERE is_brought"""
