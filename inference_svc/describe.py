@@ -73,7 +73,7 @@ def described(
             "blas": engine.blas,
             "kernels": asdict(engine.kernels)
             | {"policies": checked_policies(info.kv_identity.layers, info.compute_type)},
-            "versions": _versions(),
+            "versions": {"python": platform.python_version(), "mlx": version("mlx"), "mlx-lm": version("mlx-lm")},
         }
     finally:
         claims.close()
@@ -125,10 +125,6 @@ def _layer(layer: identity_pb2.LayerLayout) -> Mapping[str, object]:
         "value_dim": layer.value_dim,
         "state_shapes": [list(tensor.shape) for tensor in layer.state_tensors],
     }
-
-
-def _versions() -> Mapping[str, str]:
-    return {"python": platform.python_version(), "mlx": version("mlx"), "mlx-lm": version("mlx-lm")}
 
 
 def main() -> int:

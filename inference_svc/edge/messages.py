@@ -23,7 +23,7 @@ from inference_svc.edge.inputs.input_messages import (
 )
 from inference_svc.edge.inputs.sampling_messages import choice_count, clamps_max_tokens, sampling_params
 from inference_svc.edge.inputs.thinking_messages import read_thinking
-from inference_svc.engine.api import MaskPasses, Pace, Prefilled, Priority, SamplingParams, TokenLogprobs
+from inference_svc.engine.api import Pace, Prefilled, Priority, SamplingParams, TokenLogprobs
 from inference_svc.memory.outcomes import Miss
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.text.literal_text import from_outside, utf8_bytes
@@ -293,16 +293,13 @@ def _logprobs(given: TokenLogprobs, token_id: int, spelling: Callable[[int], byt
     return pb.TokenLogprobs(logprob=given.logprob, top=top, spelling=spelling(token_id))
 
 
-def _mask_passes(given: MaskPasses) -> pb.MaskPasses | None:
-    return written(pb.MaskPasses, given) if given.passes else None
-
-
 def finished(event: TurnFinished, choice: int) -> pb.Finished:
+    mask_passes = written(pb.MaskPasses, event.mask_passes) if event.mask_passes.passes else None
     return written(
         pb.Finished,
         event,
         reason=_FINISH_REASONS.get(event.finish_reason),
-        usage=written(pb.Usage, event, mask_passes=_mask_passes(event.mask_passes)),
+        usage=written(pb.Usage, event, mask_passes=mask_passes),
         tool_calls=write_calls(event.tool_calls),
         choice=choice,
     )

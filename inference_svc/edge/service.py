@@ -288,7 +288,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         status = self._parts.status()  # of now, and not of when a store that hangs has been given up
         store = self._parts.stores.get(current_principal().namespace)
         is_reachable = store is not None and await store.connection.is_there()
-        return stats_messages.stats(status, self._namespaces(), store_is_reachable=is_reachable)
+        only = None if self._acts_for_all() else current_principal().namespace
+        return stats_messages.stats(status, only, store_is_reachable=is_reachable)
 
     @contextlib.contextmanager
     def _counting_refusals(self, namespace: str) -> Iterator[None]:
@@ -313,10 +314,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
     def _load_stage(self) -> pb.LoadStage:
         is_retiring = any(self._parts.host.state(name) is ModelState.RETIRING for name in self._parts.host.names)
         return pb.LOAD_STAGE_RETIRING if is_retiring else pb.LOAD_STAGE_LOADING
-
-    def _namespaces(self) -> str | None:
-        """The only namespace that the caller may see; None for all."""
-        return None if self._acts_for_all() else current_principal().namespace
 
     def _acts_for_all(self) -> bool:
         """Whether the caller may change the model and see all namespaces. An admin alone is bound to its namespace."""

@@ -270,13 +270,11 @@ class DecodeBatch:
     def _slot(self, kv: SequenceKV) -> int:
         return next(slot for slot, other in enumerate(self.sequences) if other is kv)
 
-    def _longest(self) -> int:
-        return max((kv.length for kv in self.sequences), default=0)
-
     def _forget_spare(self) -> None:
         """Give decoded copies back that are much larger than the remaining sequences need."""
+        longest = max((kv.length for kv in self.sequences), default=0)
         for layer in self._decoded.values():
-            if layer.has_spare(len(self.sequences), self._longest()):
+            if layer.has_spare(len(self.sequences), longest):
                 layer.forget_decoded()
 
 

@@ -223,7 +223,7 @@ class Commit:
         try:
             if early is not None:
                 await asyncio.wait({writing, early}, return_when=asyncio.FIRST_COMPLETED)
-            if early is not None and _is_answered(early):
+            if early is not None and early.done() and not early.cancelled() and early.exception() is None:
                 self.files.leave(writing)
             else:
                 await writing
@@ -262,10 +262,6 @@ class Commit:
             awaited=awaited,
             timeout_s=self.parts.limits.timeout_s,
         )
-
-
-def _is_answered(call: "asyncio.Task[Head]") -> bool:
-    return call.done() and not call.cancelled() and call.exception() is None
 
 
 async def _all_of(*work: Awaitable[object]) -> None:

@@ -5,6 +5,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 from inference_svc.engine.api import AgentKey
@@ -234,17 +235,13 @@ def _joined(spans: Iterable[Span]) -> Iterator[Span]:
 
 
 def _is_in(spans: Sequence[Span], at: float) -> bool:
-    place = bisect_right(spans, at + LEAD, key=_first)
+    place = bisect_right(spans, at + LEAD, key=itemgetter(0))
     return place > 0 and at <= spans[place - 1][1]
 
 
 def _is_in_day(spans: Sequence[Span], at_s: float) -> bool:
     time = at_s % SECONDS_OF_DAY
     return any(_is_in(spans, time + shift) for shift in (-SECONDS_OF_DAY, 0.0, SECONDS_OF_DAY))
-
-
-def _first(span: Span) -> float:
-    return span[0]
 
 
 def _overlap(spans: Sequence[Span], begin: float, end: float) -> float:
