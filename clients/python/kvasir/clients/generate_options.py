@@ -1,7 +1,7 @@
 """How a turn is to be done, as one value: everything of a turn's request but its input."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypedDict
 
 from kvasir.errors import InvalidArgument
@@ -156,8 +156,3 @@ class OptionArguments(MemoryArguments, ReplyArguments, total=False):
     longest_gap_ms: int | None
     model: str
     request_id: str
-
-
-def merged_options(options: GenerateOptions | None, named: OptionArguments) -> GenerateOptions:
-    """The options of a call: those that it names go before those that it hands over as a value."""
-    return replace(options or GenerateOptions(), **named)

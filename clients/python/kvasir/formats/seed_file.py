@@ -350,13 +350,9 @@ def _own_manifest(text: str) -> manifest_pb2.Manifest:
     except (json_format.ParseError, ValueError, RecursionError) as error:
         raise _malformed(f"__metadata__.{METADATA_KEY}: {type(error).__name__}") from None
     check_kv_identity(manifest.kv_identity)
-    if manifest.format != 1 or any(_is_set(manifest, field) for field in _REBUILT_FIELDS):
+    if manifest.format != 1 or any(field.name in _REBUILT_FIELDS for field, _ in manifest.ListFields()):
         raise _malformed(f"__metadata__.{METADATA_KEY}: expected format 1 and none of {', '.join(_REBUILT_FIELDS)}")
     return manifest
-
-
-def _is_set(manifest: manifest_pb2.Manifest, field: str) -> bool:
-    return any(descriptor.name == field for descriptor, _ in manifest.ListFields())
 
 
 def _token_ids(metadata: Mapping[str, str]) -> list[int]:

@@ -7,6 +7,7 @@ that were published of functions in a cloud (Shahrad et al., "Serverless in the 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,7 @@ class _Engine:
         self._allowance = Allowance(given["share_of_time"]["value"], int(given["hot_gib"]["value"] * _GIB), 0.0)
         self._woken: dict[AgentKey, float] = {}
         self._found = _Found()
-        self._turns = sorted(((float(at), agent.key) for agent in agents for at in agent.turns), key=_time)
+        self._turns = sorted(((float(at), agent.key) for agent in agents for at in agent.turns), key=itemgetter(0))
 
     def lived(self) -> _Found:
         turns, place, free_s = self._turns, 0, 0.0
@@ -133,10 +134,6 @@ class _Engine:
                 self._woken[key] = free_s
                 self._found.woken += now_s >= self._counts_from_s
         return min(free_s, next_turn_s)
-
-
-def _time(turn: tuple[float, AgentKey]) -> float:
-    return turn[0]
 
 
 def _agent(given: Mapping[str, Any], dice: Any, number: int, days: int) -> _Agent:

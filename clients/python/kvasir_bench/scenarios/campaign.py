@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from kvasir.clients import AioInferenceClient
@@ -128,7 +129,9 @@ class _Batch:
         self._home = _Home(memory)
         count = len(scenarios[0].phases)
         stops = {KILLED: [count // 2] if scope.kills_once else range(1, count), MOVED: [count // 2]}.get(way, ())
-        self._gate = PhaseGate(len(scenarios), stops, self._restart if way == KILLED else self._move)
+        self._gate = PhaseGate(
+            len(scenarios), stops, partial(asyncio.to_thread, places.restart) if way == KILLED else self._move
+        )
         self._hot_bytes = 0
 
     async def play(self, clock: Callable[[], float]) -> tuple[list[Playthrough], Batch]:
@@ -159,9 +162,6 @@ class _Batch:
         self._gate.end(number)
         played.leaks += leaks(scenario, {index: text for index, (text, _) in played.said.items()})
         return played
-
-    async def _restart(self) -> None:
-        await asyncio.to_thread(self._places.restart)
 
     async def _move(self) -> None:
         """Every agent of the batch as an archive to the other store; turns go to the engine there from now on."""
