@@ -4,11 +4,15 @@ import os
 import sys
 import time
 
+from kvasir.server.lean_imports import hidden
+
 from inference_svc.file_limit import keep_file_limit
 from inference_svc.lean_transformers import import_transformers_without_torch
 from inference_svc.model.blas import load_optimized_blas
 
 BEGAN_S = time.monotonic()  # before the imports that take seconds
+with hidden("rich"):  # structlog would draw errors' traces by it, which no log has
+    import structlog  # noqa: F401
 # Here, because all must come before the first import of whichever module comes first: of `mlx`, of `mlx_lm`, and of
 # `transformers`, which else warns that models need PyTorch. We take its tokenizers.
 load_optimized_blas()

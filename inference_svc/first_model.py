@@ -1,4 +1,6 @@
-"""Loads the first model's weights, on the MLX thread, while the process still imports the rest of the service."""
+"""Loads the first model's weights, on the MLX thread, while the process still imports the rest of the service. Where
+threads copy them to a device they begin with it before the modules that load a model are imported.
+"""
 
 import argparse
 import contextlib
@@ -10,7 +12,7 @@ from concurrent.futures import CancelledError, Future
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Thread
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 
 from kvasir.options.engine import EngineTable
@@ -19,19 +21,22 @@ from kvasir.options.table import options_of
 from kvasir.options.texts import texts_of
 from kvasir.waits import giving_way
 
-import inference_svc.formats.grammars  # noqa: F401 - two threads may not import transformers' parts at once
 from inference_svc.engine.mlx_thread import MlxThread
-from inference_svc.kv.attention.choice import Wanted
+from inference_svc.kv.attention.host_copy import copies_itself
 from inference_svc.machine.kv_budget import claims_of_device, total_bytes, weights_on_disk
 from inference_svc.model import kvasir_tiny
-from inference_svc.model.loading import LoadedModel, load
+from inference_svc.model.device_memory import prepare_device
+from inference_svc.model.weights.placing import ComingWeights
+from inference_svc.model.weights.weight_files import weight_files
 
 if TYPE_CHECKING:
     from inference_svc.engine.engine import Engine
+    from inference_svc.kv.attention.choice import Wanted
+    from inference_svc.model.loading import LoadedModel
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_Given: TypeAlias = tuple[Path, str | None, bool, Wanted]  # directory, compute type, whether weights are copied
-_NAMES = ("model", "compute_type", "copy_weights", "kernels", "device_gib")
+_Given: TypeAlias = tuple[Path, str | None, bool, "Wanted"]  # directory, compute type, whether weights are copied
+_NAMES = ("model", "compute_type", "copy_weights", "kernels", "device_gib", "state_dir")
 
 
 class FirstModel:
@@ -41,17 +46,24 @@ class FirstModel:
         """Begin to load. Never raises."""
         self._given: _Given | None = None
         self._device_gib: float | None = None
+        self._state_dir = Path()
+        self._is_imported = Event()  # set once the modules that load a model are there, or will never be
         self._loaded: LoadedModel | None = None
         # What the thread goes on with; None: with nothing. Not kept: who makes a worker holds its weights and pages.
         self._next: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
         self._is_taken = False
         self._thread: Future[MlxThread[Any]] = Future()
         with contextlib.suppress(Exception):
-            self._given, self._device_gib = _asked(arguments)
+            self._given, self._device_gib, self._state_dir = _asked(arguments)
         if self._given is not None:
             Thread(target=self._begin, name="first-model").start()
 
     def __enter__(self) -> Self:
+        try:  # by one thread: two may not import transformers' parts at once
+            import inference_svc.formats.grammars
+            import inference_svc.model.loading  # noqa: F401
+        finally:
+            self._is_imported.set()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -81,26 +93,43 @@ class FirstModel:
             self._thread.set_exception(error)
 
     def _worker(self) -> Any:
-        assert self._given is not None
-        directory, compute_type, copies, kernels = self._given
         # Threads that copy weights are many, and each waits so long for an import to let it go on.
         with giving_way(), contextlib.suppress(Exception):
-            if _has_room(directory, self._device_gib):
-                self._loaded = load(directory, compute_type, copies_weights=copies, kernels=kernels)
+            self._loaded = self._loaded_ahead()
         if (make_worker := self._next.get()) is None:
             raise CancelledError
         return make_worker()
 
-    def _load(self, directory: Path, compute_type: str | None, *, copies_weights: bool, kernels: Wanted) -> LoadedModel:
+    def _loaded_ahead(self) -> "LoadedModel | None":
+        assert self._given is not None
+        directory, compute_type, copies, kernels = self._given
+        if not _has_room(directory, self._device_gib):
+            return None
+        prepare_device()
+        coming = ComingWeights(weight_files(directory)) if copies_itself() and not copies else None
+        self._is_imported.wait()
+        options = {"kernels": kernels, "cache_dir": self._state_dir, "coming": coming}
+        return _load(directory, compute_type, copies_weights=copies, **options)
+
+    def _load(
+        self, directory: Path, compute_type: str | None, *, copies_weights: bool, kernels: "Wanted", cache_dir: Path
+    ) -> "LoadedModel":
         loaded, self._loaded = self._loaded, None
         if loaded is None or (directory, compute_type, copies_weights, kernels) != self._given:
-            return load(directory, compute_type, copies_weights=copies_weights, kernels=kernels)
+            options = {"kernels": kernels, "cache_dir": cache_dir}
+            return _load(directory, compute_type, copies_weights=copies_weights, **options)
         return loaded
 
     def _start(self, make_worker: Callable[[], Any]) -> MlxThread[Any]:
         self._is_taken = True
         self._next.put(make_worker)
         return self._thread.result()
+
+
+def _load(*given: Any, **options: Any) -> "LoadedModel":
+    from inference_svc.model import loading
+
+    return loading.load(*given, **options)
 
 
 def named_model(item: str) -> tuple[str, str]:
@@ -133,7 +162,7 @@ def _has_room(directory: Path, device_gib: float | None) -> bool:
         return weights_on_disk([str(directory)]) + claims.of_others() <= total_bytes(device_gib)
 
 
-def _asked(arguments: Sequence[str]) -> tuple[_Given | None, float | None]:
+def _asked(arguments: Sequence[str]) -> tuple[_Given | None, float | None, Path]:
     parser, options = _Parser(), options_of(EngineTable)
     add_command_line(parser)
     given = vars(parser.parse_args(arguments))
@@ -143,8 +172,8 @@ def _asked(arguments: Sequence[str]) -> tuple[_Given | None, float | None]:
         if given[name] is not None
     }
     found = find(EngineTable, {FLAG: flags, ENVIRONMENT: environment(EngineTable)})
-    models, compute_type, copies, kernels, device_gib = (found[name].value for name in _NAMES)
+    models, compute_type, copies, kernels, device_gib, state_dir = (found[name].value for name in _NAMES)
     place = named_model(models[0])[1] if models else kvasir_tiny.NAME
     path = kvasir_tiny.shipped().get(place) or Path(place).expanduser()
     is_there = (path / "config.json").is_file()
-    return (path, compute_type, bool(copies), kernels) if is_there else None, device_gib
+    return (path, compute_type, bool(copies), kernels) if is_there else None, device_gib, state_dir

@@ -183,7 +183,7 @@ ENVIRONMENT = Wall(
     ("os.environ", "os.getenv", "os.putenv", "os.environb"),
     (
         "inference_svc/model/blas.py",  # MKL's threads cannot be told otherwise,
-        "inference_svc/model/loading.py",  # nor can MLX and transformers
+        "inference_svc/model/device_memory.py",  # nor can MLX and transformers
         "inference_svc/__init__.py",
         f"{SDK}/__init__.py",  # nor can gRPC, of its resolver
         f"{SDK}/options/finding.py",

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,19 +23,13 @@ from inference_svc.kv.model_hooks.quick_swiglu import take_quick_swiglu
 from inference_svc.kv.model_hooks.row_exact import make_row_exact
 from inference_svc.kv.model_hooks.whole_layers import claim, kinds_of, may_have_whole_layers
 from inference_svc.model import kvasir_tiny
+from inference_svc.model.device_memory import prepare_device
+from inference_svc.model.model_identity import begin_digests
 from inference_svc.model.wedlm import MaskWindow, keep_transformers_quiet, layers_config
-from inference_svc.model.weights.placing import Placement, Tensors, let_go, place_weights
+from inference_svc.model.weights.placing import ComingWeights, Placement, Tensors, let_go, place_weights
 from inference_svc.model.weights.weight_files import WeightFile, weight_files
+from inference_svc.text.token_text import TokenText
 
-# MLX's CUDA back end commits a graph after 30 operations or 400 million values of input: an 8B model's step is more
-# than twenty graphs, each of which costs the processor 0.1 ms and the GPU a pause. With these it is six; more is no
-# faster, and buffers of a long prompt's cell are held until their graph is done. Its check of caches counts the graphs
-# and plans that were not in them over a process's whole life, and from a number on fails each pass that is new.
-_GRAPH_SETTINGS = {
-    "MLX_MAX_OPS_PER_BUFFER": "100",
-    "MLX_MAX_MB_PER_BUFFER": "4000",
-    "MLX_ENABLE_CACHE_THRASHING_CHECK": "0",
-}
 _DEFAULT_CONTEXT_TOKENS = 4096
 _log = logging.getLogger(__name__)
 _GENERATION = "generation_config.json"
@@ -55,10 +48,12 @@ COMPUTE_TYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bf
 class LoadedModel:
     model: Module
     tokenizer: Any
+    token_text: TokenText
     config: dict[str, Any]
     placement: Placement  # of the weights
     files: Sequence[WeightFile]  # as they were when loading began
     kernels: KernelChoice  # for this model
+    digests: "Future[Mapping[str, str]] | None" = None  # see `begin_digests`
 
     @property
     def weights_bytes(self) -> int:
@@ -97,28 +92,33 @@ def load(
     copies_weights: bool = False,
     kernels: Wanted = "auto",
     decodes: bool = True,
+    cache_dir: Path | None = None,
+    coming: ComingWeights | None = None,
 ) -> LoadedModel:
     """Load on the calling thread, which must be the MLX thread. `compute_type` None: float32 on a CPU, where it is
     fastest, elsewhere the model's own. `copies_weights`: their files may change or go while the model serves.
-    `decodes`: whether it generates. Code that comes with a model is never run.
+    `decodes`: whether it generates. `cache_dir`: of digests, which are made meanwhile. `coming`: of the weights, where
+    it has begun. Code that comes with a model is never run.
     """
     if compute_type is not None and compute_type not in COMPUTE_TYPES:
         raise InvalidArgument(f"compute type: expected one of {sorted(COMPUTE_TYPES)}", field="compute_type")
-    if device() == "cuda":
-        for name, value in _GRAPH_SETTINGS.items():  # MLX reads them when it first uses the device
-            os.environ.setdefault(name, value)
-    files, placement, reading = weight_files(directory), Placement(), Future[Any]()
+    prepare_device()
+    files, placement, reading = coming.files if coming else weight_files(directory), Placement(), Future[Any]()
+    digests = begin_digests(files, cache_dir) if cache_dir is not None else None
 
     def take(weights: Tensors) -> None:
         nonlocal placement
-        placement = place_weights(files, weights, may_map=not copies_weights)
+        placement = place_weights(files, weights, may_map=not copies_weights, coming=coming)
 
     def classes(config: dict[str, Any]) -> tuple[Any, Any]:
         nonlocal reading
         found = _classes(config, take)
         reading = beside.submit(_tokenizer, directory, config)
+        if choice.takes_few_rows() and choice.joins_steps():  # checked once, here while weights come
+            choice.takes_layers(is_packed=None)
         return found
 
+    choice = KernelChoice(kernels)
     with ThreadPoolExecutor(1, "tokenizer") as beside:  # before weights come: it takes Python as long as they take
         with _loadable():
             model, config = mlx_lm.utils.load_model(directory, lazy=True, get_model_classes=classes)
@@ -130,22 +130,28 @@ def load(
             converted = _of_another_type(model, COMPUTE_TYPES[compute_type])
             placement = placement.without(sum(each.nbytes for each in converted), compute_type)
             model.set_dtype(COMPUTE_TYPES[compute_type])
-        choice = KernelChoice(kernels)
         _take_own_operations(model, choice, decodes=decodes)
         mx.eval(model.parameters(), _own_arrays(model))
         if placement.mapped_bytes:
             let_go(converted)
         del converted
         with _loadable():
-            tokenizer = reading.result()
-    return LoadedModel(model, tokenizer, config, placement, files, choice)
+            tokenizer, token_text = reading.result()
+    return LoadedModel(model, tokenizer, token_text, config, placement, files, choice, digests)
 
 
-def _tokenizer(directory: Path, config: Mapping[str, Any]) -> Any:
+def _tokenizer(directory: Path, config: Mapping[str, Any]) -> tuple[Any, TokenText]:
     if MaskWindow.of_config(config) is not None:
         keep_transformers_quiet()
     load_tokenizer: Any = mlx_lm.utils.load_tokenizer
-    return load_tokenizer(directory, eos_token_ids=config.get("eos_token_id"))
+    tokenizer = load_tokenizer(directory, eos_token_ids=config.get("eos_token_id"))
+
+    def decode(token_ids: Any) -> str:
+        return str(tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    path = directory / "tokenizer.json"
+    text = path.read_text(encoding="utf-8") if path.is_file() else "{}"
+    return tokenizer, TokenText.of_tokenizer(text, decode)
 
 
 def _own_arrays(model: Module) -> list[mx.array]:

@@ -2,15 +2,17 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from blake3 import blake3
 from kvasir.credentials import replace_private_text
 
-from inference_svc.model.weights.weight_files import file_identity, weight_paths
+from inference_svc.model.weights.weight_files import WeightFile, file_identity, weight_paths
 
 # Fields of config.json that change no KV: the model's origin, the type it was saved in, and how text is made.
 _NO_PART_OF_WEIGHTS = frozenset(
@@ -30,14 +32,15 @@ _CACHE_FILE = "weights-digests.json"
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
-def weights_digest(directory: Path, cache_dir: Path) -> str:
+def weights_digest(directory: Path, cache_dir: Path, made: Mapping[str, str] | None = None) -> str:
     """BLAKE3 of the model's weights files, in name order, and of its configuration. A file's digest is kept in
     `cache_dir` under its device, inode, size and modification time, so that a large model is read once. The cache is
-    only a shortcut: when it cannot be read or written, the files are read again.
+    only a shortcut: when it cannot be read or written, the files are read again. `made`: by `begin_digests`.
     """
     known = _read_cache(cache_dir / _CACHE_FILE)
     files = [(_file_identity(path), path) for path in weight_paths(directory)]
-    digests = {identity: known.get(identity) or _file_digest(path) for identity, path in files}
+    there = {**(made or {}), **known}
+    digests = {identity: there.get(identity) or _file_digest(path) for identity, path in files}
     if not digests.items() <= known.items():
         _write_cache(cache_dir / _CACHE_FILE, {**known, **digests})
     hasher = blake3(b"kvasir.weights.v1")
@@ -45,6 +48,25 @@ def weights_digest(directory: Path, cache_dir: Path) -> str:
         hasher.update(bytes.fromhex(digests[identity]))
     hasher.update(_computing_config(directory))
     return hasher.hexdigest()
+
+
+def begin_digests(files: Sequence[WeightFile], cache_dir: Path) -> "Future[Mapping[str, str]]":
+    """Begin to hash those files whose digest is not kept, by file identity, on a thread that nothing waits for."""
+    found: Future[Mapping[str, str]] = Future()
+
+    def hash_files() -> None:
+        known, made = _read_cache(cache_dir / _CACHE_FILE), dict[str, str]()
+        try:
+            with suppress(OSError):  # who needs the digest reads the file again
+                for file in files:
+                    digest = known.get(file.identity) or _file_digest(file.path)
+                    if _file_identity(file.path) == file.identity:  # else it may be another file's
+                        made[file.identity] = digest
+        finally:
+            found.set_result(made)
+
+    Thread(target=hash_files, name="weights-digest", daemon=True).start()
+    return found
 
 
 def kept_digest(path: Path, cache_dir: Path) -> str | None:

@@ -74,10 +74,10 @@ def open_model(
     begin_phase("weights")
     directory, cache_dir, compute_type = find_model(model), which["cache_dir"], which.get("compute_type")
     copies, kernels = which.get("copies_weights", False), which.get("kernels", "auto")
-    loaded = load(directory, compute_type, copies_weights=copies, kernels=kernels)
+    loaded = load(directory, compute_type, copies_weights=copies, kernels=kernels, cache_dir=cache_dir)
     logger.info("weights.loaded how=%s", loaded.placement.in_words)
     begin_phase("identity")
-    digest = weights_digest(directory, cache_dir)
+    digest = weights_digest(directory, cache_dir, loaded.digests.result() if loaded.digests else None)
     check_unchanged(directory, loaded.files)
     begin_phase("probing")
     keep_for_computing(_SPARE_BYTES)
@@ -101,7 +101,7 @@ def open_model(
     opened = OpenedModel(
         info=info,
         tokenizer=loaded.tokenizer,
-        token_text=_token_text(directory, loaded),
+        token_text=loaded.token_text,
         grammars=Grammars.of_tokenizer(loaded.tokenizer, runner.vocabulary_size, info.stop_token_ids),
         vocabulary_size=runner.vocabulary_size,
         device=device(),
@@ -154,11 +154,3 @@ def _info(
         mask_window=MaskWindow.of_config(loaded.config),
         sampling_defaults=sampling_defaults(directory),
     )
-
-
-def _token_text(directory: Path, loaded: LoadedModel) -> TokenText:
-    def decode(token_ids: Any) -> str:
-        return str(loaded.tokenizer.decode(list(token_ids), skip_special_tokens=False))
-
-    path = directory / "tokenizer.json"
-    return TokenText.of_tokenizer(path.read_text(encoding="utf-8") if path.is_file() else "{}", decode)

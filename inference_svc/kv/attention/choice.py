@@ -69,6 +69,7 @@ class KernelChoice:
         self._windows: set[tuple[PageFormat, mx.Dtype]] = set()  # for which windows' kernel is right
         self._failures: list[str] = []
         self._has_few_rows = False
+        self._checked: dict[str, str] = {}  # findings of checks that are of no format
         self.has_wide_rows = False  # and Hopper's own products take that kernel's place for more
 
     @property
@@ -107,21 +108,21 @@ class KernelChoice:
     def takes_few_rows(self) -> bool:
         """Whether the kernel of few rows computes the model's products: on CUDA, where it is right."""
         if self._dialect is Dialect.CUDA:
-            self._has_few_rows = not self._recorded("products of few rows", why_wrong_products)
+            self._has_few_rows = not self._once("products of few rows", why_wrong_products, REFERENCE)
         if self._has_few_rows and is_hopper():
-            self.has_wide_rows = not self._recorded("wide products", why_wrong_wide, _FEW_ROWS)
+            self.has_wide_rows = not self._once("wide products", why_wrong_wide)
         return self._has_few_rows
 
     def joins_steps(self) -> bool:
         """Whether that kernel also does the steps between a model's products."""
-        return self._has_few_rows and not self._recorded("joined products", why_wrong_joined, _FEW_ROWS)
+        return self._has_few_rows and not self._once("joined products", why_wrong_joined)
 
     def takes_layers(self, *, is_packed: bool | None) -> bool:
         """Whether one kernel computes a block of a model whole, for few rows and weights of 4 or of 16 bits; None: of
         any weights, a step's attention alone. Called where `joins_steps` was true.
         """
         if is_packed is None:
-            return not self._recorded("attention of steps", why_wrong_steps, _FEW_ROWS)
+            return not self._once("attention of steps", why_wrong_steps)
         return not self._recorded("whole layers", partial(why_wrong_layers, is_packed=is_packed), _FEW_ROWS)
 
     def chosen(self, identity: identity_pb2.KvIdentity, dtype: mx.Dtype, *, reads_pages: bool) -> Chosen:
@@ -143,6 +144,11 @@ class KernelChoice:
             ):
                 tiles.refuse(page_format, TYPE_NAMES[dtype], why)
         return self._found[key]
+
+    def _once(self, name: str, check: Callable[[], str], serves: str = _FEW_ROWS) -> str:
+        if name not in self._checked:
+            self._checked[name] = self._recorded(name, check, serves)
+        return self._checked[name]
 
     def _recorded(self, name: str, check: Callable[[], str], serves: str = REFERENCE) -> str:
         """The check's result; a failure is logged, and kept for reports."""

@@ -11,6 +11,7 @@ for rows that arrive do not count as KV: they belong to the eighth of the device
 """
 
 import ctypes
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Protocol, TypeAlias, TypeVar
+from typing import BinaryIO, Protocol, TypeAlias, TypeVar
 from weakref import WeakSet
 
 import mlx.core as mx
@@ -34,7 +35,8 @@ _LOG = structlog.get_logger(__name__)
 T = TypeVar("T")
 Units = npt.NDArray[np.generic]
 Run: TypeAlias = tuple[int, int]  # an address on the device, and bytes
-_Piece: TypeAlias = tuple[int, int, int]  # an address on the device, one on the host, and bytes
+# An address on the device, one on the host or a function that fills a buffer, and how many bytes.
+_Piece: TypeAlias = tuple[int, int | Callable[[memoryview], None], int]
 _PIECE_BYTES = 4 << 20
 _THREADS = 6
 LANDING_BYTES = 128 << 20  # that are sent at once
@@ -44,6 +46,22 @@ _POINTER_FACTS = {"bytes": 12, "first": 11, "kind": 2, "device": 9, "managed": 8
 _ADDRESS = KernelSource(
     "kv_address", ("given",), ("address",), "", "if (threadIdx.x == 0) { address[0] = (long long)given; }"
 )
+
+
+@dataclass(frozen=True)
+class FilePart:
+    file: BinaryIO
+    offset: int
+    size_bytes: int
+
+    def read(self, begin: int, buffer: memoryview) -> None:
+        """Fill a buffer with the bytes from `begin` on. Raises OSError for a file that is cut short."""
+        done = 0
+        while done < len(buffer):
+            count = os.preadv(self.file.fileno(), [buffer[done:]], self.offset + begin + done)
+            if not count:
+                raise OSError(f"{self.file.name} was cut short")
+            done += count
 
 
 class Sent(Protocol):
@@ -190,7 +208,7 @@ class _Coming:
     def rows(self) -> mx.array:
         assert self._landing is not None
         assert self._landing.array is not None
-        _wait_for(self._landing.copies)
+        wait_for(self._landing.copies)
         count, units = self._shape
         return self._landing.array[: count * units].reshape(count, units)
 
@@ -215,12 +233,28 @@ def copies_itself() -> bool:
     return _has_cuda() and _is_sound()
 
 
+def begin_from_files(parts: Sequence[FilePart]) -> "tuple[list[mx.array], list[Future[None]]]":
+    """Begin to read parts of files, where `copies_itself`, to an array of uint16 units each. Evaluates. Nothing may
+    read the arrays before `wait_for` has returned.
+    """
+    made = [mx.zeros((part.size_bytes // 2,), dtype=mx.uint16) for part in parts]
+    addresses = [device_address(each) for each in made]
+    # Other work may still read memory that was free when these arrays were made.
+    mx.synchronize()
+    pieces = [
+        (address + begin, partial(part.read, begin), min(_PIECE_BYTES, part.size_bytes - begin))
+        for address, part in zip(addresses, parts, strict=True)
+        for begin in range(0, part.size_bytes, _PIECE_BYTES)
+    ]
+    return made, _copiers().begin(pieces, (parts, made))
+
+
 def _copied_to_device(rows: Sequence[Units]) -> mx.array:
     made = mx.zeros((len(rows), rows[0].size), dtype=mx.uint16)
     first = device_address(made)
     # Other work may still read memory that was free when this array was made.
     mx.synchronize()
-    _wait_for(_begin_copies(rows, made, first))
+    wait_for(_begin_copies(rows, made, first))
     return made
 
 
@@ -348,7 +382,10 @@ class _Copiers:
             for number, (target, source, size) in enumerate(pieces):
                 stream, buffer = ways[number % 2]
                 _check(driver.cuStreamSynchronize(stream))
-                ctypes.memmove(buffer, source, size)
+                if isinstance(source, int):
+                    ctypes.memmove(buffer, source, size)
+                else:
+                    source(memoryview((ctypes.c_char * size).from_address(buffer.value or 0)).cast("B"))
                 _check(driver.cuMemcpyHtoDAsync_v2(ctypes.c_uint64(target), buffer, ctypes.c_size_t(size), stream))
         finally:  # after an error too: no byte may arrive when the memory is another's
             states = [driver.cuStreamSynchronize(stream) for stream, _ in ways]
@@ -380,7 +417,7 @@ def _empty(driver: ctypes.CDLL, stream: ctypes.c_void_p, buffer: ctypes.c_void_p
     return size
 
 
-def _wait_for(copies: "Sequence[Future[None]]") -> None:
+def wait_for(copies: "Sequence[Future[None]]") -> None:
     """Returns when the device has all bytes. Raises RuntimeError if CUDA refused one."""
     for error in [copy.exception() for copy in copies]:  # of all: each still reads the host's bytes
         if error is not None:

@@ -5,14 +5,13 @@ meanwhile takes the process with it, or changes the weights.
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
 
-from inference_svc.kv.attention.host_copy import copies_itself, to_device
+from inference_svc.kv.attention.host_copy import FilePart, begin_from_files, copies_itself, wait_for
 from inference_svc.kv.attention.nvrtc import kept_programs
 from inference_svc.model.device_memory import machine_bytes
 from inference_svc.model.weights.extension import Extension, NoExtension, extension
@@ -48,28 +47,49 @@ class Placement:
         return ", ".join(parts) + (f" ({self.why_read})" if self.why_read else "")
 
 
+class ComingWeights:
+    """Weights on their way to a device to which threads copy, which may begin before a model is there for them."""
+
+    def __init__(self, files: Sequence[WeightFile]) -> None:
+        """Begin, on the MLX thread. A file that was replaced since its header was read is not sent."""
+        self.files = files
+        parts = {name: part for file in files for name, part in _parts(file, _unique(file, files))}
+        arrays, self._copies = begin_from_files([*parts.values()])
+        self._arrays = dict(zip(parts, arrays, strict=True))
+
+    def give(self, weights: Tensors) -> int:
+        """Wait until all have come, and give them to arrays that are not evaluated. Returns their bytes."""
+        wait_for(self._copies)
+        arrays, self._arrays, sent = self._arrays, {}, 0
+        for name, array in arrays.items():
+            lazy = weights.get(name)
+            if lazy is not None and lazy.nbytes == array.nbytes and lazy.dtype != mx.bool_:
+                weights[name] = array.view(lazy.dtype).reshape(lazy.shape)
+                sent += array.nbytes
+        return sent
+
+
 def place_weights(
-    files: list[WeightFile],
+    files: Sequence[WeightFile],
     weights: Tensors,
     *,
     may_map: bool = True,
+    coming: ComingWeights | None = None,
     get_extension: Callable[[], Extension] = lambda: extension(_kept()),
 ) -> Placement:
     """Give arrays that are not evaluated the bytes of their files where possible; MLX reads the rest."""
     total = Placement(read_bytes=sum(place.size_bytes for file in files for place in file.tensors.values()))
     if not may_map:
         return replace(total, why_read="as it was asked for")
-    names = Counter(name for file in files for name in file.tensors)
-    found = {file.path: {name: file.tensors[name] for name in file.tensors if names[name] == 1} for file in files}
     if copies_itself():
-        sent = sum(_send(file, found[file.path], weights) for file in files)
-        return _left(replace(total, sent_bytes=sent))
+        return _left(replace(total, sent_bytes=(coming or ComingWeights(files)).give(weights)))
     try:
         mapping = get_extension()
     except NoExtension as error:
         return replace(total, why_read=str(error))
     is_read_ahead = sum(file.size_bytes for file in files) < machine_bytes() // 2
-    mapped = sum(_map(mapping, file, found[file.path], weights, is_read_ahead=is_read_ahead) for file in files)
+    found = [(file, _unique(file, files)) for file in files]
+    mapped = sum(_map(mapping, *each, weights, is_read_ahead=is_read_ahead) for each in found)
     return _left(replace(total, mapped_bytes=mapped))
 
 
@@ -111,20 +131,20 @@ def _map(
     return sum(place.size_bytes for place in aligned.values())
 
 
-def _send(file: WeightFile, places: Mapping[str, TensorPlace], weights: Tensors) -> int:
-    with file.path.open("rb") as opened:
-        if file_identity(os.fstat(opened.fileno())) != file.identity:
-            return 0
-        content = np.memmap(opened, np.uint8, "r")
-    sent = 0
+def _unique(file: WeightFile, files: Sequence[WeightFile]) -> Mapping[str, TensorPlace]:
+    """The file's tensors whose names no other file has."""
+    names = Counter(name for each in files for name in each.tensors)
+    return {name: place for name, place in file.tensors.items() if names[name] == 1}
+
+
+def _parts(file: WeightFile, places: Mapping[str, TensorPlace]) -> Iterator[tuple[str, FilePart]]:
+    """Of tensors that are whole units."""
+    opened = file.path.open("rb", buffering=0)  # the parts keep it open
+    if file_identity(os.fstat(opened.fileno())) != file.identity:
+        return
     for name, place in places.items():
-        lazy = weights.get(name)
-        if lazy is None or not _fits_place(lazy, place) or lazy.itemsize < _UNIT_BYTES or lazy.nbytes > _MOST_BYTES:
-            continue
-        row = content[place.offset : place.offset + place.size_bytes].view(np.uint16)  # at any address
-        weights[name] = to_device([row])[0].view(lazy.dtype).reshape(lazy.shape)
-        sent += place.size_bytes
-    return sent
+        if 0 < place.size_bytes <= _MOST_BYTES and place.size_bytes % _UNIT_BYTES == 0:
+            yield name, FilePart(opened, place.offset, place.size_bytes)
 
 
 def _fits_place(lazy: mx.array | None, place: TensorPlace) -> bool:

@@ -13,7 +13,6 @@ import pytest
 from kvasir.errors import FailedPrecondition
 from kvasir.server.interceptors import settle_garbage
 
-from inference_svc import first_model
 from inference_svc.engine.engine import Engine
 from inference_svc.first_model import FirstModel
 from inference_svc.kv.model_hooks.few_rows import JointProducts
@@ -38,7 +37,7 @@ class Loads:
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> Loads:
     found = Loads()
-    monkeypatch.setattr(first_model, "load", found)
+    monkeypatch.setattr(loading, "load", found)
     return found
 
 
@@ -65,14 +64,16 @@ def test_an_unloaded_first_model_leaves_neither_weights_nor_pages(
 ) -> None:
     """Though the service lives on, and exempts what it has imported from collection while the model is loaded."""
 
+    load = loading.load
+
     def settled(*args: Any, **options: Any) -> Any:
-        loaded = loading.load(*args, **options)
+        loaded = load(*args, **options)
         projection = loaded.model.model.layers[0].self_attn.q_proj
         projection.together = JointProducts([projection])  # a ring, as on a GPU
         settle_garbage()
         return loaded
 
-    monkeypatch.setattr(first_model, "load", settled)
+    monkeypatch.setattr(loading, "load", settled)
     device_memory.give_back(is_first=False)
     before = device_memory.active_bytes()
     with FirstModel([]) as first:
@@ -147,7 +148,7 @@ def test_a_load_that_ends_in_any_way_leaves_threads_their_usual_time(monkeypatch
         seen.append(sys.getswitchinterval())
         raise SystemExit
 
-    monkeypatch.setattr(first_model, "load", leave)
+    monkeypatch.setattr(loading, "load", leave)
     with FirstModel([]) as first, pytest.raises(SystemExit):
         opened(first, TINY, Path())
     assert seen[0] < usual_s == sys.getswitchinterval()
@@ -167,8 +168,9 @@ def test_a_service_that_is_refused_ends_though_its_model_is_still_read(
     """From a slow disk that takes minutes."""
     program = (
         "import sys, time\n"
-        "from inference_svc import __main__, first_model\n"
-        "first_model.load = lambda *_, **__: time.sleep(3600)\n"
+        "from inference_svc import __main__\n"
+        "from inference_svc.model import loading\n"
+        "loading.load = lambda *_, **__: time.sleep(3600)\n"
         "sys.exit(__main__.main())\n"
     )
     words = ["serve", "--listen", f"unix:{tmp_path / 's'}", "--state-dir", str(tmp_path), *arguments]

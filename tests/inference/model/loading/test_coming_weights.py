@@ -1,0 +1,169 @@
+"""Weights that are sent to a device before a model is there for them are the files' own bits, or are refused."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from inference_svc.first_model import FirstModel
+from inference_svc.kv.attention import host_copy
+from inference_svc.model import kvasir_tiny, loading, model_identity
+from inference_svc.model.model_identity import begin_digests, weights_digest
+from inference_svc.model.weights.placing import ComingWeights, place_weights
+from inference_svc.model.weights.weight_files import weight_files
+from tests.inference.engine.families import LLAMA31, write_family
+from tests.inference.kv.attention.device.coming_files import PlayedDriver, play
+
+SHAPES = {"a": (70, 90), "b": (3,), "c": (1,), "d": (0, 4), "e": (5000,)}
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedDriver]:
+    monkeypatch.setattr(host_copy, "_PIECE_BYTES", 4096)
+    played = play(monkeypatch)
+    yield played
+    played.gate.set()
+
+
+def written(directory: Path, seed: int = 0) -> dict[str, mx.array]:
+    """Two files of tensors of all sizes of items, some of them at odd addresses."""
+    mx.random.seed(seed)
+    types = {"bf": mx.bfloat16, "f": mx.float32, "u1": mx.uint8, "u4": mx.uint32}
+    every = {
+        f"{kind}.{name}": mx.random.uniform(0, 200, shape).astype(dtype)
+        for kind, dtype in types.items()
+        for name, shape in SHAPES.items()
+    }
+    for number in (1, 2):
+        mx.save_safetensors(
+            str(directory / f"model-{number}.safetensors"),
+            {name: each for place, (name, each) in enumerate(every.items()) if place % 2 == number - 1},
+        )
+    return every
+
+
+def read(directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        found.update(mx.load(str(path)))  # type: ignore[arg-type]
+    return found
+
+
+def bits(array: mx.array) -> tuple[Any, ...]:
+    return array.dtype, array.shape, np.array(array.reshape(-1).view(mx.uint8)).tobytes()
+
+
+def test_weights_that_came_are_the_files(driver: PlayedDriver, tmp_path: Path) -> None:
+    every, files = written(tmp_path), weight_files(tmp_path)
+    coming, weights = ComingWeights(files), read(tmp_path)
+    placed = place_weights(files, weights, coming=coming)
+    assert {name: bits(each) for name, each in weights.items()} == {name: bits(each) for name, each in every.items()}
+    odd = sum(each.nbytes for each in every.values() if each.nbytes % 2)
+    assert (placed.sent_bytes, placed.read_bytes) == (sum(each.nbytes for each in every.values()) - odd, odd)
+    assert driver.copies > len(every), "larger tensors went in pieces"
+
+
+def test_a_file_that_the_system_reads_in_parts_comes_whole(
+    driver: PlayedDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every, preadv = written(tmp_path), os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, rooms, at: preadv(file, [rooms[0][:1000]], at))
+    weights = read(tmp_path)
+    ComingWeights(weight_files(tmp_path)).give(weights)
+    assert bits(weights["f.e"]) == bits(every["f.e"])
+
+
+def test_nothing_is_given_before_all_has_come(driver: PlayedDriver, tmp_path: Path) -> None:
+    every, files = written(tmp_path), weight_files(tmp_path)
+    driver.gate.clear()
+    coming, weights = ComingWeights(files), read(tmp_path)
+    opening = threading.Timer(0.2, driver.gate.set)
+    opening.start()
+    coming.give(weights)
+    assert driver.gate.is_set()
+    opening.join()
+    assert bits(weights["bf.a"]) == bits(every["bf.a"])
+
+
+def test_a_file_that_was_replaced_since_its_header_was_read_is_not_sent(driver: PlayedDriver, tmp_path: Path) -> None:
+    written(tmp_path)
+    files = weight_files(tmp_path)
+    (tmp_path / "other").mkdir()
+    others = written(tmp_path / "other", seed=1)
+    (tmp_path / "other" / "model-1.safetensors").replace(tmp_path / "model-1.safetensors")
+    coming, weights = ComingWeights(files), read(tmp_path)
+    coming.give(weights)
+    assert bits(weights["bf.a"]) == bits(others["bf.a"]), "as MLX reads it"
+
+
+def test_a_file_that_is_cut_short_while_it_is_sent_is_refused(driver: PlayedDriver, tmp_path: Path) -> None:
+    directory = write_family(tmp_path / "model", LLAMA31)
+    [file] = files = weight_files(directory)
+    driver.gate.clear()
+    copies = host_copy._copiers()._threads
+    held = [copies.submit(driver.gate.wait, 60) for _ in range(host_copy._THREADS)]
+    coming = ComingWeights(files)
+    os.truncate(file.path, file.size_bytes // 2)
+    driver.gate.set()
+    with pytest.raises(RuntimeError, match="cut short"):
+        coming.give({})
+    assert all(each.result() for each in held)
+
+
+def test_a_start_sends_its_weights_ahead_and_replies_as_ever(driver: PlayedDriver, tmp_path: Path) -> None:
+    with FirstModel(["--model", str(kvasir_tiny.path()), "--state-dir", str(tmp_path)]) as first:
+        options = {"cache_dir": tmp_path, "memory_budget_bytes": 1 << 24}
+        with closing(first.open_engine(str(kvasir_tiny.path()), **options)) as engine:
+            assert "sent" in engine.model.weights_placement or driver.copies
+            assert engine.model.kv_identity.weights_digest == weights_digest(kvasir_tiny.path(), tmp_path / "other")
+
+
+def test_weights_begin_before_the_modules_that_load_a_model() -> None:
+    program = (
+        "import sys, inference_svc.first_model\n"
+        "print([m for m in ('transformers', 'mlx_lm', 'llguidance', 'grpc', 'rich') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_each_file_is_hashed_once_beside_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed, hash_file = list[Path](), model_identity._file_digest
+
+    def counted(path: Path) -> str:
+        hashed.append(path)
+        return hash_file(path)
+
+    monkeypatch.setattr(model_identity, "_file_digest", counted)
+    directory = write_family(tmp_path / "model", LLAMA31)
+    loaded = loading.load(directory, None, cache_dir=tmp_path)
+    assert loaded.digests is not None
+    made = loaded.digests.result(60)
+    assert weights_digest(directory, tmp_path, made) == weights_digest(directory, tmp_path / "other")
+    assert len(hashed) == 2, "by the load, and by the other directory"
+
+
+def test_a_file_that_changes_while_it_is_hashed_has_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else memories of other weights would be served under its name."""
+    directory = write_family(tmp_path / "model", LLAMA31)
+    [file] = files = weight_files(directory)
+    other = write_family(tmp_path / "other", LLAMA31, seed=5) / "model.safetensors"
+    hash_file = model_identity._file_digest
+
+    def replaced(path: Path) -> str:
+        if other.exists():
+            other.replace(path)
+        return hash_file(path)
+
+    monkeypatch.setattr(model_identity, "_file_digest", replaced)
+    assert begin_digests(files, tmp_path).result(60) == {}
+    file.path.unlink()
+    assert begin_digests(files, tmp_path).result(60) == {}
