@@ -52,10 +52,6 @@ class SharedRoom:
     def held(self, namespace: str) -> int:
         return self._shares.held(namespace)
 
-    @property
-    def is_wanted(self) -> bool:
-        return len(self._waiting) > 0
-
     def take(self, namespace: str, units: int) -> None:
         """Take units without asking: the caller found that they fit, or has them already."""
         self._shares.hold(namespace, units)
@@ -139,8 +135,8 @@ class SharedRoom:
 
 class ModestRoom(SharedRoom):
     """Room of which a namespace gets `beside` units at most while a caller of another was here in the last seconds: the
-    work of more of them, here or in a service behind this one, would stand before that caller's. Units that are excused
-    do not count among these."""
+    work of more units, here or in a service behind this one, would come before that caller's. Units that are excused do
+    not count among these."""
 
     def __init__(
         self,
