@@ -55,8 +55,8 @@ class Bond(IntEnum):
     NAMED = 2  # it goes or went to the peer, or comes from it
 
 
-# Who may change something by a word, in which state of the agent: the least bond. In a state that is not listed nobody
-# may, and `ownership` has the refusal.
+# In which states of the agent a word may change something, and the least bond that its sender needs. In a state that is
+# not listed nobody may, and `ownership` has the refusal.
 EFFECTS: Mapping[Verb, Mapping[OwnerState, Bond]] = {
     Verb.OFFER: {OwnerState.OWNED: Bond.NONE, OwnerState.MOVING: Bond.NAMED},
     Verb.HAND_OVER: {OwnerState.MOVING: Bond.NAMED},
@@ -74,7 +74,7 @@ NEEDS: Mapping[Verb, Gives | Takes] = {
     Verb.MOVE: Takes.MOVE,
     Verb.TURN: Takes.MOVE,
 }
-# Words whose refusal is here where the bond lacks; the other ones are refused by the state (AGENT_MOVED, MOVE_UNKNOWN).
+# Words that are refused here where the bond is not enough; others are refused by the state (AGENT_MOVED, MOVE_UNKNOWN).
 _BY_BOND = frozenset({Verb.FENCE, Verb.TURN})
 _BRINGING = frozenset({Verb.COPY, Verb.MOVE})  # words that bring a memory under a name of the peer's choice
 

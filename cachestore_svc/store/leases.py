@@ -148,7 +148,7 @@ class Leases:
             wanted = [line for line in lines if ends.want(line, takes_back=takes_back)]
             return [records.LeaseWanted(line.agent_id, line.kv_identity_hash, takes_back) for line in wanted]
 
-        # In RAM it is noted once, whereas an operation may run twice.
+        # In RAM it is noted once: an operation may run twice.
         noted = new(leases.in_ram) if leases.in_ram else None
 
         def report(change: CatalogChange) -> None:

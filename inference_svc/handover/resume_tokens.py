@@ -49,8 +49,8 @@ class ResumeTokens:
         self._waiting[token] = replace(reply, ends_s=self._clock() + LIVES_S)
 
     def claim(self, token: str, namespace: str, caller: str | None, peer: str | None = None) -> WaitingReply:
-        """The reply of a token, which is used up. `peer`: that which gave the turn reads it for the caller, or ends it,
-        whosever it is (`caller` None). Raises NotFound (RESUME_TOKEN_UNKNOWN), the same for every reason."""
+        """The reply of a token, which is used up. `peer`: the one that gave the turn reads it for the caller, or, with
+        `caller` None, ends it for any. Raises NotFound (RESUME_TOKEN_UNKNOWN), the same for every reason."""
         self._forget_old()
         reply = self._waiting.get(token)
         is_own = reply is not None and reply.namespace == namespace and caller in (None, reply.caller)

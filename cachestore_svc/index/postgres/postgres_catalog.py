@@ -38,9 +38,9 @@ from cachestore_svc.index.sqlite.transaction import CatalogChange
 from cachestore_svc.index.values import HOUSE
 
 READERS = 4
-_TRIES = 40  # of a group that other transactions, or a server that restarts, hinder
+_TRIES = 40  # of a group that other transactions disturb, or a server that restarts
 _OWN_ROW = "SELECT groups, is_superseded FROM writers WHERE epoch ="
-# A store that stands still amid a group holds up the groups of the others.
+# A store that stops in the middle of a group makes the groups of the others wait.
 _MOST_STILL = "SET idle_in_transaction_session_timeout = '5s'"
 
 

@@ -71,7 +71,7 @@ class Breaker:
             self.opened.set()
             _LOG.warning("store.unreachable", why=why)
             if self._prober is not None:
-                self._prober.cancel()  # after refusals it waits for longer than an absence bears
+                self._prober.cancel()  # after refusals it waits too long for a store that is away
                 self._prober = None
             self.ask_again()
 

@@ -34,7 +34,7 @@ class _Row:
 def acquire_lease(
     rows: Rows, line: LineKey, live: LeaseEnds, owner: str, ttl_ms: int, *, begins_anew: bool = False
 ) -> LeaseToken:
-    """Take the lease of a line, or prolong one's own. Any other owner is fenced; with `begins_anew` the owner's earlier
+    """Take the lease of a line, or renew one's own. Any other owner is fenced; with `begins_anew` the owner's earlier
     leases of the agent, too. Raises FailedPrecondition (LEASE_HELD).
     """
     ends = live.within(rows)
@@ -102,7 +102,7 @@ def fence_leases(rows: Rows, query: LineQuery, live: LeaseEnds) -> None:
 
 
 def fence_all(rows: Rows, agent_id: str) -> None:
-    """Shut out every writer of the agent, without regard to leases: for a time at which none is live."""
+    """Shut out every writer of the agent, whoever has leases: for a time at which none is live."""
     fenced = f"UPDATE leases SET generation = generation + 1, is_released = TRUE WHERE {_OF_AGENT}"  # noqa: S608
     rows.run(fenced, agent_id=agent_id)
 

@@ -88,7 +88,7 @@ class Errors(Interceptor):
         turnstiles: Turnstiles,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`turnstiles`: through these go strangers, and who wants more than there is, before they hear of a refusal."""
+        """`turnstiles`: strangers, and callers that want more than there is, wait there before they are refused."""
         super().__init__()
         self._new_request_id = new_request_id
         self._turnstiles = turnstiles

@@ -233,7 +233,7 @@ def _state_tensors(
 
 
 def _in_lines(data: bytes) -> bytes:
-    """The bytes, and zeros up to a power of two of lines: so the layout seldom changes while a cache grows."""
+    """The bytes, and zeros up to a power of two of lines: so the layout rarely changes while a cache grows."""
     lines = -(-len(data) // (2 * _LINE))
     return data.ljust((1 << (lines - 1).bit_length()) * 2 * _LINE, b"\0")
 

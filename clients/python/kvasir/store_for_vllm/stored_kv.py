@@ -149,7 +149,7 @@ class StoredKv:
         for each in {*begun, *list(self._kept)[: -self._keep], *older} - {name}:
             try:
                 self._store.delete_agent(each)
-            except FailedPrecondition as refused:  # pinned, or amid a move: tried again with the next prompts
+            except FailedPrecondition as refused:  # pinned, or being moved: tried again with the next prompts
                 _LOG.info("%s", refused)
                 continue
             except NotFound:  # another process was first

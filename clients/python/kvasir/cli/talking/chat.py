@@ -239,7 +239,7 @@ class Conversation:
             sys.stderr.flush()
 
     def _show_reuse(self, result: TurnResult) -> None:
-        """Show dimly what the turn reused. A script gets the whole turn as one line of JSON."""
+        """Show what the turn reused, in a dim colour. A script gets the whole turn as one line of JSON."""
         if self.caller.as_json:
             tokens = ("reply", "source", "prompt_tokens", "cached_tokens", "completion_tokens")
             took = {"first_token_s": round(result.first_token_s, 6)}

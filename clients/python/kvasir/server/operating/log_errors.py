@@ -82,5 +82,5 @@ def _event(record: logging.LogRecord) -> str:
 
 
 def _without_reprs(words: str) -> str:
-    """asyncio's message, but for its reprs of tasks and callbacks: they show errors' texts and arguments."""
+    """asyncio's message without its reprs of tasks and callbacks, which show errors' texts and arguments."""
     return re.split(r"[(\n]", words, maxsplit=1)[0]
