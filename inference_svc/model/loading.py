@@ -25,7 +25,8 @@ from inference_svc.kv.model_hooks.whole_layers import claim, kinds_of, may_have_
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.device_memory import prepare_device
 from inference_svc.model.model_identity import begin_digests
-from inference_svc.model.wedlm import MaskWindow, keep_transformers_quiet, layers_config
+from inference_svc.model.tokenizing import read_tokenizer
+from inference_svc.model.wedlm import layers_config
 from inference_svc.model.weights.placing import ComingWeights, Placement, Tensors, let_go, place_weights
 from inference_svc.model.weights.weight_files import WeightFile, weight_files
 from inference_svc.text.token_text import TokenText
@@ -113,7 +114,7 @@ def load(
     def classes(config: dict[str, Any]) -> tuple[Any, Any]:
         nonlocal reading
         found = _classes(config, take)
-        reading = beside.submit(_tokenizer, directory, config)
+        reading = beside.submit(read_tokenizer, directory, config)
         if choice.takes_few_rows() and choice.joins_steps():  # checked once, here while weights come
             choice.takes_layers(is_packed=None)
         return found
@@ -138,20 +139,6 @@ def load(
         with _loadable():
             tokenizer, token_text = reading.result()
     return LoadedModel(model, tokenizer, token_text, config, placement, files, choice, digests)
-
-
-def _tokenizer(directory: Path, config: Mapping[str, Any]) -> tuple[Any, TokenText]:
-    if MaskWindow.of_config(config) is not None:
-        keep_transformers_quiet()
-    load_tokenizer: Any = mlx_lm.utils.load_tokenizer
-    tokenizer = load_tokenizer(directory, eos_token_ids=config.get("eos_token_id"))
-
-    def decode(token_ids: Any) -> str:
-        return str(tokenizer.decode(list(token_ids), skip_special_tokens=False))
-
-    path = directory / "tokenizer.json"
-    text = path.read_text(encoding="utf-8") if path.is_file() else "{}"
-    return tokenizer, TokenText.of_tokenizer(text, decode)
 
 
 def _own_arrays(model: Module) -> list[mx.array]:

@@ -1,0 +1,49 @@
+"""A tokenizer is read with less work than by mlx-lm alone, and is the same."""
+
+from pathlib import Path
+from typing import Any
+
+import mlx_lm.tokenizer_utils
+import mlx_lm.utils
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from inference_svc.model import kvasir_tiny
+from inference_svc.model.tokenizing import read_tokenizer
+
+
+def facts(tokenizer: Any) -> dict[str, Any]:
+    """Of mlx-lm's wrapper, whose objects of its own are told apart by their classes."""
+    kept = (str, int, tuple, set, dict)
+    return {
+        name: value if isinstance(value, kept) else type(value)
+        for name, value in vars(tokenizer).items()
+        if name != "_detokenizer"
+    }
+
+
+@pytest.mark.parametrize("directory", kvasir_tiny.shipped().values(), ids=str)
+def test_it_is_mlx_lms(directory: Path) -> None:
+    plain: Any = mlx_lm.utils.load_tokenizer
+    theirs = plain(directory, eos_token_ids=[3])
+    ours, spelled = read_tokenizer(directory, {"eos_token_id": [3]})
+    assert facts(ours) == facts(theirs)
+    ids = ours.encode("My dog is called Rex.")
+    assert ids == theirs.encode("My dog is called Rex.")
+    assert spelled.spell(ids)[0].endswith("Rex.")
+
+
+def test_tokens_are_mapped_by_nobody_and_the_vocabulary_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, copied = list[object](), PreTrainedTokenizerFast.get_vocab
+
+    def counted(tokenizer: Any) -> Any:
+        copies.append(tokenizer)
+        return copied(tokenizer)
+
+    for name in ("BPEStreamingDetokenizer", "SPMStreamingDetokenizer"):
+        monkeypatch.setattr(mlx_lm.tokenizer_utils, name, lambda *_, **__: pytest.fail("a map of all tokens"))
+    monkeypatch.setattr(PreTrainedTokenizerFast, "get_vocab", counted)
+    tokenizer, _ = read_tokenizer(kvasir_tiny.path(), {})
+    assert len(copies) == 1
+    tokenizer.get_vocab()
+    assert len(copies) == 2, "mlx-lm and transformers are as before"
