@@ -394,10 +394,13 @@ def test_refused_requests_wait_for_the_garbage_collector_by_their_bytes() -> Non
 def test_a_settled_service_collects_no_garbage_in_the_middle_of_a_call() -> None:
     """Objects of a call go by themselves; a collection that comes before walks through them on the call's way."""
     before = gc.get_threshold()
+    gc.disable()  # as while a service is imported
     try:
         settle_garbage()
+        assert gc.isenabled()
         young, *others = gc.get_threshold()
         assert (young >= 5_000, others) == (True, list(before[1:]))
     finally:
+        gc.enable()
         gc.set_threshold(*before)
         gc.unfreeze()
