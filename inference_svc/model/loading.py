@@ -16,6 +16,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from inference_svc.kv.attention.choice import KernelChoice, Wanted
+from inference_svc.kv.model_hooks.expert_rows import lay_expert_rows
 from inference_svc.kv.model_hooks.few_rows import take_few_rows
 from inference_svc.kv.model_hooks.joined_steps import has_llamas_blocks, join_steps
 from inference_svc.kv.model_hooks.plain_norms import take_plain_norms
@@ -151,6 +152,7 @@ def _own_arrays(model: Module) -> list[mx.array]:
 
 def _take_own_operations(model: Module, kernels: KernelChoice, *, decodes: bool = True) -> None:
     take_plain_norms(model)
+    lay_expert_rows(model)
     if device() == "cpu":
         make_row_exact(model)
         take_quick_swiglu(model)

@@ -12,9 +12,8 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.normalization import RMSNorm
 
 from inference_svc.kv.batch.decoded_layer import DecodedLayer
-from inference_svc.kv.model_hooks.constants import constant
 from inference_svc.kv.model_hooks.joined_steps import is_attention, with_call
-from inference_svc.kv.model_hooks.quick_swiglu import is_quick, swiglu
+from inference_svc.kv.model_hooks.quick_swiglu import constant, is_quick, swiglu
 from inference_svc.kv.model_hooks.row_exact import RowExactLinear, padded, unpadded
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")

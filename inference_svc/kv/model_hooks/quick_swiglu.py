@@ -3,13 +3,13 @@ a small model's prompt.
 """
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models import activations
 
-from inference_svc.kv.model_hooks.constants import constant
 from inference_svc.kv.model_hooks.joined_steps import is_swiglu, with_call
 
 
@@ -37,3 +37,13 @@ def swiglu(x: mx.array, up: mx.array) -> mx.array:
         return found
     one, two, share = (constant(value, x.shape) for value in (1.0, 2.0, -math.log2(math.e)))
     return x * (up / (one + mx.power(two, x * share)))
+
+
+@lru_cache(maxsize=64)
+def constant(value: float, shape: tuple[int, ...]) -> mx.array:
+    """A number of a step's operations, of its operand's shape: MLX makes two nodes of a number, and one of another
+    shape, in every layer and step. In 32 bits, one value in memory.
+    """
+    made = mx.broadcast_to(mx.array(value, dtype=mx.float32), shape)
+    mx.eval(made)  # engines of one process share it, and a lazy array belongs to the thread that made it
+    return made

@@ -137,8 +137,8 @@ def test_without_rounding_a_family_computes_what_it_does_with_mlx_lms_own_caches
 ) -> None:
     """Prompts in cells and tokens, past the window; sinks, latent rows and states are whatever its model makes them.
 
-    On an H200 mlx-lm's own caches give the small model of gpt-oss other logits from run to run, by up to 2.4 where they
-    are 3.4 at most. There some run of ours must be near to one of theirs behind each part.
+    On an H200 the small model of gpt-oss had other logits from run to run, by up to 2.4 where they are 3.4 at most,
+    before its experts' rows were laid (`expert_rows`). There some run of ours must be near to one of theirs.
     """
     tiny, tokens = family(name), tokens_of(300, seed=2)
     found, expected = list[list[np.ndarray]](), list[list[np.ndarray]]()
@@ -166,7 +166,7 @@ def test_sequences_of_every_layout_decode_in_a_batch_as_each_does_alone(
     name: str, family: Callable[[str], Family]
 ) -> None:
     """Q4 rows, lengths around the window and a block, joining and leaving at different moments (LESSONS 2). Forks that
-    share all pages stay as they were. On a GPU the small model of gpt-oss says other tokens from run to run: see above.
+    share all pages stay as they were. Of gpt-oss's small model a GPU compares no tokens: see above.
     """
     tiny = family(name)
     prompts = [tokens_of(length, seed=length) for length in (3, 95, 96, 130, 257)]
