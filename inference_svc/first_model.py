@@ -94,11 +94,12 @@ class FirstModel:
 
     def _worker(self) -> Any:
         # Threads that copy weights are many, and each waits so long for an import to let it go on.
-        with giving_way(), contextlib.suppress(Exception):
-            self._loaded = self._loaded_ahead()
-        if (make_worker := self._next.get()) is None:
-            raise CancelledError
-        return make_worker()
+        with giving_way():
+            with contextlib.suppress(Exception):
+                self._loaded = self._loaded_ahead()
+            if (make_worker := self._next.get()) is None:
+                raise CancelledError
+            return make_worker()
 
     def _loaded_ahead(self) -> "LoadedModel | None":
         assert self._given is not None

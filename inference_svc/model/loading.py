@@ -49,13 +49,23 @@ COMPUTE_TYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bf
 @dataclass(frozen=True)
 class LoadedModel:
     model: Module
-    tokenizer: Any
-    token_text: TokenText
+    reading: "Future[tuple[Any, TokenText]]"  # of the tokenizer, which may take longer than the weights
     config: dict[str, Any]
     placement: Placement  # of the weights
     files: Sequence[WeightFile]  # as they were when loading began
     kernels: KernelChoice  # for this model
     digests: "Future[Mapping[str, str]] | None" = None  # see `begin_digests`
+
+    @property
+    def tokenizer(self) -> Any:
+        """Raises FailedPrecondition, as `load`."""
+        with _loadable():
+            return self.reading.result()[0]
+
+    @property
+    def token_text(self) -> TokenText:
+        with _loadable():
+            return self.reading.result()[1]
 
     @property
     def weights_bytes(self) -> int:
@@ -105,7 +115,8 @@ def load(
     if compute_type is not None and compute_type not in COMPUTE_TYPES:
         raise InvalidArgument(f"compute type: expected one of {sorted(COMPUTE_TYPES)}", field="compute_type")
     prepare_device()
-    files, placement, reading = coming.files if coming else weight_files(directory), Placement(), Future[Any]()
+    files, placement = coming.files if coming else weight_files(directory), Placement()
+    reading = Future[tuple[Any, TokenText]]()
     digests = begin_digests(files, cache_dir) if cache_dir is not None else None
 
     def take(weights: Tensors) -> None:
@@ -116,30 +127,29 @@ def load(
         nonlocal reading
         found = _classes(config, take)
         reading = beside.submit(read_tokenizer, directory, config)
+        beside.shutdown(wait=False)
         if choice.takes_few_rows() and choice.joins_steps():  # checked once, here while weights come
             choice.takes_layers(is_packed=None)
         return found
 
     choice = KernelChoice(kernels)
-    with ThreadPoolExecutor(1, "tokenizer") as beside:  # before weights come: it takes Python as long as they take
-        with _loadable():
-            model, config = mlx_lm.utils.load_model(directory, lazy=True, get_model_classes=classes)
-        model.__dict__.pop("sanitize", None)
-        if compute_type is None and device() == "cpu":
-            compute_type = "float32"
-        converted = list[mx.array]()
-        if compute_type is not None:
-            converted = _of_another_type(model, COMPUTE_TYPES[compute_type])
-            placement = placement.without(sum(each.nbytes for each in converted), compute_type)
-            model.set_dtype(COMPUTE_TYPES[compute_type])
-        _take_own_operations(model, choice, decodes=decodes)
-        mx.eval(model.parameters(), _own_arrays(model))
-        if placement.mapped_bytes:
-            let_go(converted)
-        del converted
-        with _loadable():
-            tokenizer, token_text = reading.result()
-    return LoadedModel(model, tokenizer, token_text, config, placement, files, choice, digests)
+    beside = ThreadPoolExecutor(1, "tokenizer")  # before weights come: it takes Python as long as they take
+    with _loadable():
+        model, config = mlx_lm.utils.load_model(directory, lazy=True, get_model_classes=classes)
+    model.__dict__.pop("sanitize", None)
+    if compute_type is None and device() == "cpu":
+        compute_type = "float32"
+    converted = list[mx.array]()
+    if compute_type is not None:
+        converted = _of_another_type(model, COMPUTE_TYPES[compute_type])
+        placement = placement.without(sum(each.nbytes for each in converted), compute_type)
+        model.set_dtype(COMPUTE_TYPES[compute_type])
+    _take_own_operations(model, choice, decodes=decodes)
+    mx.eval(model.parameters(), _own_arrays(model))
+    if placement.mapped_bytes:
+        let_go(converted)
+    del converted
+    return LoadedModel(model, reading, config, placement, files, choice, digests)
 
 
 def _own_arrays(model: Module) -> list[mx.array]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import mlx_lm.tokenizer_utils
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from inference_svc.model.wedlm import MaskWindow, keep_transformers_quiet
 from inference_svc.text.token_text import TokenText
 
+_ALONE = Lock()  # two would put each other's functions back
 _DETOKENIZERS = ("BPEStreamingDetokenizer", "SPMStreamingDetokenizer")
 
 
@@ -22,7 +24,7 @@ def read_tokenizer(directory: Path, config: Mapping[str, Any]) -> tuple[Any, Tok
     if MaskWindow.of_config(config) is not None:
         keep_transformers_quiet()
     load_tokenizer: Any = mlx_lm.utils.load_tokenizer
-    with _without_token_maps(), _vocabulary_once():
+    with _ALONE, _without_token_maps(), _vocabulary_once():
         tokenizer = load_tokenizer(directory, eos_token_ids=config.get("eos_token_id"))
 
     def decode(token_ids: Any) -> str:

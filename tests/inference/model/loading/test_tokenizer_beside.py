@@ -5,6 +5,7 @@ from typing import Any
 
 import mlx_lm.utils
 import pytest
+from kvasir.errors import FailedPrecondition
 
 from inference_svc.model import kvasir_tiny, loading
 from inference_svc.model.weights.placing import Placement, place_weights
@@ -25,3 +26,28 @@ def test_the_tokenizer_is_begun_before_the_weights_are_placed(monkeypatch: pytes
     monkeypatch.setattr(mlx_lm.utils, "load_tokenizer", read)
     monkeypatch.setattr(loading, "place_weights", placed)
     assert loading.load(kvasir_tiny.path(), None).tokenizer.eos_token_ids
+
+
+def test_a_model_is_loaded_before_its_tokenizer_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go_on, load_tokenizer = threading.Event(), mlx_lm.utils.load_tokenizer
+
+    def read(*given: Any, **named: Any) -> Any:
+        assert may_go_on.wait(60)
+        plain: Any = load_tokenizer
+        return plain(*given, **named)
+
+    monkeypatch.setattr(mlx_lm.utils, "load_tokenizer", read)
+    loaded = loading.load(kvasir_tiny.path(), None)
+    assert not loaded.reading.done()
+    may_go_on.set()
+    assert loaded.tokenizer.eos_token_ids
+
+
+def test_a_tokenizer_that_cannot_be_read_is_refused_as_a_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_given: Any, **_named: Any) -> Any:
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr(mlx_lm.utils, "load_tokenizer", fail)
+    loaded = loading.load(kvasir_tiny.path(), None)
+    with pytest.raises(FailedPrecondition, match="no such thing"):
+        _ = loaded.token_text
