@@ -56,7 +56,7 @@ class SharedTime:
     def __init__(self) -> None:
         self._step_s = self.cells_s = 0.0  # when the step began, and the seconds of its cells and files
         self._decoding = 0
-        self._next: list[tuple[Place, int, bool]] = []  # whose cells are computed next, their tokens, and who owes
+        self._next: list[tuple[Place, int]] = []  # whose cells are computed next, and their tokens
         self._taken_s = 0.0  # by the namespace that was served last, before that
 
     def joins(self, place: Place) -> None:
@@ -66,24 +66,27 @@ class SharedTime:
     def begin_step(self, now: float, decoding: int, places: Iterable[Place]) -> None:
         """`decoding`: namespaces that decode in this step. The time of the last one makes up for what is owed."""
         decode_s = max(0.0, now - self._step_s - self.cells_s)
+        paid_s = decode_s / self._decoding if self._decoding else 0.0
         for place in places:
-            place.owed_s = max(0.0, place.owed_s - decode_s / self._decoding) if self._decoding else 0.0
+            place.owed_s = max(0.0, place.owed_s - paid_s) if place.turns or self._decoding else 0.0
         self._step_s, self.cells_s, self._decoding = now, 0.0, decoding
         self._next.clear()
 
     def spent(self, cell_s: float) -> None:
-        """The last pass took `cell_s`, each of its namespaces its cells' part, which it owes if others decode."""
-        tokens = sum(count for _, count, _ in self._next)
+        """The last pass took `cell_s`, each of its namespaces its cells' part, which it owes."""
+        tokens = sum(count for _, count in self._next)
         if self._next:
             self._taken_s = max(self._taken_s, self._next[0][0].taken_s)
-        for place, count, owes in self._next:
+        for place, count in self._next:
             self.joins(place)  # a namespace may have stood back for others' more urgent turns
             place.taken_s += cell_s * count / tokens
-            if owes:
-                place.owed_s += cell_s * count / tokens
+            place.owed_s += cell_s * count / tokens
         self.cells_s += cell_s
         self._next.clear()
 
     def shares_next(self, place: Place, tokens: int, *, owes: bool) -> None:
-        """A cell of so many tokens is in the next pass. `owes`: others decode beside it."""
-        self._next.append((place, tokens, owes))
+        """A cell of so many tokens is in the next pass. `owes`: others decode beside it; else it comes to owe no more
+        than this pass, to those who wait for it.
+        """
+        place.owed_s = place.owed_s if owes else 0.0
+        self._next.append((place, tokens))

@@ -420,6 +420,40 @@ def test_others_prompts_take_as_much_time_from_a_reply_as_it_takes_itself(
     assert any(job.namespace == "a" for job in world.prefilled), "they stand still"
 
 
+@given(st.integers(1, 6), st.integers(1, 60), st.floats(0.02, 0.3), st.floats(0.005, 0.05))
+@settings(max_examples=sampled(10, of=40), deadline=None)
+def test_a_reply_that_waited_for_others_cell_has_as_much_time_before_their_next(
+    crowd: int, reply: int, cell_s: float, token_s: float
+) -> None:
+    """Short replies have none of their cells in them, and each had one. Between two replies they go on."""
+    world = World(cell_s=cell_s, token_s=token_s)
+    world.submit(*of("a", crowd, 400))
+    world.step()
+    for number in range(1, 6):
+        world.submit(person := Job(5, reply, namespace="b"))
+        while person not in world.ended:
+            world.step()
+        assert person.ended_s is not None
+        taken_s = [second for job in world.scheduler.running for second in job.cells_s if second > person.cells_s[0]]
+        reply_s = (reply - 1) * token_s
+        assert reply_s / (cell_s + token_s) - 1.01 <= len(taken_s) <= reply_s / cell_s + 1e-9
+        world.step()
+        assert len(world.prefilled) >= 2 * number, "they stand still"
+
+
+def test_prompts_that_come_one_by_one_owe_for_those_before() -> None:
+    world = World(cell_s=0.1, token_s=0.01)
+    world.submit(person := Job(1, 60, namespace="b"))
+    world.step()
+    began_s = world.now
+    while person not in world.ended:
+        if not any(job.namespace == "a" for job in (*world.scheduler.running, *world.scheduler.waiting)):
+            world.step()
+            world.submit(*of("a", 1))
+        world.step()
+    assert world.now - began_s <= 2 * 59 * 0.01 + 2 * 0.11
+
+
 def test_nobody_owes_others_for_cells_beside_its_own_replies() -> None:
     world = World(cell_s=0.03, token_s=0.01)
     world.submit(Job(1, 400, namespace="a"), Job(200 * CELL, namespace="a"))
