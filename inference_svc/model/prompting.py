@@ -14,6 +14,7 @@ from kvasir.errors import InvalidArgument, Unavailable
 from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.model.reply_machine import reply_marks
+from inference_svc.model.tokenizing import longest_bytes
 from inference_svc.text import literal_text
 from inference_svc.text.conversation import ChatTemplate
 from inference_svc.text.given_json import GivenJson
@@ -77,7 +78,7 @@ class Prompting:
         self._names: dict[str, TemplateNames] = {}  # by the template's source
         self._spacing = self._reply_spacing()
         self._limit = self._reasoning_limit()
-        self._longest_token = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
+        self._longest_token = token_text.longest_bytes or longest_bytes(tokenizer)
 
     async def run(self, namespace: str, work: Callable[[], T], *, is_large_render: bool = False) -> T:
         """Run `work` on the tokenizer's thread at the namespace's turn; long renders wait apart. Raises Unavailable."""

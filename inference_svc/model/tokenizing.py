@@ -26,13 +26,21 @@ def read_tokenizer(directory: Path, config: Mapping[str, Any]) -> tuple[Any, Tok
     load_tokenizer: Any = mlx_lm.utils.load_tokenizer
     with _ALONE, _without_token_maps(), _vocabulary_once():
         tokenizer = load_tokenizer(directory, eos_token_ids=config.get("eos_token_id"))
+        longest = longest_bytes(tokenizer)
 
     def decode(token_ids: Any) -> str:
         return str(tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     path = directory / "tokenizer.json"
     text = path.read_text(encoding="utf-8") if path.is_file() else "{}"
-    return tokenizer, TokenText.of_tokenizer(text, decode)
+    token_text = TokenText.of_tokenizer(text, decode)
+    token_text.longest_bytes = longest
+    return tokenizer, token_text
+
+
+def longest_bytes(tokenizer: Any) -> int:
+    """Of a token as its vocabulary has it."""
+    return max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
 
 
 @contextmanager

@@ -27,6 +27,7 @@ class TokenText:
         *,
         bytes_of: Callable[[int], bytes],
     ) -> None:
+        self.longest_bytes = 0  # of a token as the vocabulary has it; 0: nobody has looked
         self._open_stream = open_stream
         self.bytes_of = bytes_of  # the bytes of one token by itself; they may be a part of a character
         self.strips_leading_space = strips_leading_space

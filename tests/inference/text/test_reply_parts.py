@@ -26,7 +26,8 @@ NO_MARKERS: dict[str, Any] = {
     "response_transitions": {},
     "structural_markers": (),
     **dict.fromkeys(("response_initial_state", "tool_parser")),
-    "get_vocab": dict,
+    "convert_tokens_to_ids": lambda _: None,
+    "unk_token_id": None,
 }
 THINKING = {"has_thinking": True, "think_start": "<think>", "think_end": "</think>"}
 FIRST, SECOND = (call_id("r", number) for number in range(2))

@@ -9,7 +9,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from inference_svc.model import kvasir_tiny
+from inference_svc.model.prompting import Prompting
 from inference_svc.model.tokenizing import read_tokenizer
+from inference_svc.text.token_text import TokenText
 
 
 def facts(tokenizer: Any) -> dict[str, Any]:
@@ -47,3 +49,14 @@ def test_tokens_are_mapped_by_nobody_and_the_vocabulary_is_copied_once(monkeypat
     assert len(copies) == 1
     tokenizer.get_vocab()
     assert len(copies) == 2, "mlx-lm and transformers are as before"
+
+
+def test_turns_of_a_model_that_was_loaded_wait_for_no_copy_of_its_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, token_text = read_tokenizer(kvasir_tiny.path(), {})
+    plain = Prompting(tokenizer, TokenText.of_bytes(token_text.bytes_of))
+    monkeypatch.setattr(PreTrainedTokenizerFast, "get_vocab", lambda _: pytest.fail("a copy"))
+    prompting = Prompting(tokenizer, token_text)
+    text = "My dog is called Rex. " * 9
+    assert prompting.fewest_tokens(text) == plain.fewest_tokens(text) > 1
+    for each in (plain, prompting):
+        each.close()
