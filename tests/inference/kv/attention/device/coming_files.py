@@ -36,6 +36,7 @@ class PlayedDriver(SimpleNamespace):
             cuStreamCreate=self._new_stream,
             cuStreamSynchronize=self._wait,
             cuMemHostAlloc=self._allocate,
+            cuMemFreeHost=self._free,
             cuMemcpyHtoDAsync_v2=self._copy,
             cuMemcpyDtoH_v2=_back,
             cuMemcpyDtoHAsync_v2=self._begin_out,
@@ -65,6 +66,12 @@ class PlayedDriver(SimpleNamespace):
     def _allocate(self, buffer: Any, size: Any, _flags: int) -> int:
         self._buffers.append(ctypes.create_string_buffer(size.value))
         buffer._obj.value = ctypes.addressof(self._buffers[-1])
+        return 0
+
+    def _free(self, buffer: Any) -> int:
+        """Whoever writes there from now on writes to nobody's memory: it is kept, and full of other bytes."""
+        [freed] = [each for each in self._buffers if ctypes.addressof(each) == buffer.value]
+        ctypes.memset(freed, 0xA5, len(freed))
         return 0
 
     def _copy(self, target: Any, source: Any, size: Any, _stream: object) -> int:
