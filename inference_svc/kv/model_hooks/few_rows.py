@@ -6,7 +6,7 @@ share a launch. On Hopper `wide_rows` takes 33 rows or more of a model for which
 another order, one for these.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -29,7 +29,7 @@ _TYPES = (mx.bfloat16, mx.float16)
 _CHUNK = 64  # inputs, as in few_rows.h
 _WARPS = 4  # they share a sum, so their number decides its order
 # Of packed matrices, where shared memory has room for them: 32 bytes of an output are little for a warp to wait for. Of
-# so many outputs, each of a GPU's multiprocessors has four blocks, and they are enough.
+# so many outputs, each of a GPU's multiprocessors has several blocks, and they are enough.
 _PACKED_WARPS, _WIDE = 8, 16_384
 # For so many rows: columns of 8 rows, outputs of a block in sixteens, chunks on their way. The fastest on an H200.
 _SHAPES = {8: (1, 2, 4), 16: (2, 2, 4), 32: (4, 2, 3), 64: (8, 4, 3)}
@@ -39,6 +39,9 @@ _FEW_BLOCKS = 66
 _PACKED_SHAPES = {8: (1, 2, 4), 16: (2, 2, 4), 32: (4, 4, 2), 64: (8, 2, 2)}
 _WIDE_SHAPES = {8: (1, 2, 4), 16: (2, 4, 3), 32: (4, 4, 3), 64: (8, 2, 3)}
 _LEAST_STAGES = 2
+# Of packed matrices and 9 to 16 rows, by warps: outputs of a block in sixteens, and how many such blocks are at once on
+# each of an H200's multiprocessors.
+_HEIGHTS, _MULTIPROCESSORS = {_WARPS: {4: 3, 7: 2}, _PACKED_WARPS: {2: 1, 3: 1}}, 132
 # Shared memory that a block may take, by compute capability: three KiB less than there is on the largest GPUs.
 _LARGE_BYTES, _MEDIUM_BYTES, _SMALL_BYTES = 224 << 10, 163 << 10, 99 << 10
 _SHARED_BYTES: dict[tuple[object, object], int] = {
@@ -107,6 +110,8 @@ def _in_heads(slots: int, widths: Sequence[int], heads: Sequence[int]) -> list[t
 def _block_shape(rows: int, widths: Sequence[int], groups: int, warps: int, least: int = 1) -> tuple[int, int, int]:
     """Columns of 8 rows, outputs in sixteens, `least` of these, and stages of a block."""
     tiles, height, stages = _usual_shape(rows, groups, warps)
+    if groups and tiles == 2:
+        height = _even_height(widths, _HEIGHTS[warps])
     if not groups and height > _NARROW[1] and _blocks(widths, height) <= _FEW_BLOCKS:
         tiles, height, stages = _NARROW
     most = most_shared_bytes()
@@ -116,6 +121,16 @@ def _block_shape(rows: int, widths: Sequence[int], groups: int, warps: int, leas
     ):
         height //= 2
     return tiles, height, stages if _shared_bytes(tiles, height, stages, groups, warps) <= most else _LEAST_STAGES
+
+
+def _even_height(widths: Sequence[int], rooms: Mapping[int, int]) -> int:
+    """By which a multiprocessor that has the most work has least: what finds no room begins when others end."""
+
+    def most_work(height: int) -> int:
+        room = rooms[height]
+        return -(-_blocks(widths, height) // (room * _MULTIPROCESSORS)) * room * height
+
+    return min(rooms, key=most_work)
 
 
 def _usual_shape(rows: int, groups: int, warps: int) -> tuple[int, int, int]:

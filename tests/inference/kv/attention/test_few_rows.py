@@ -100,6 +100,26 @@ def test_a_device_of_less_shared_memory_takes_smaller_blocks_and_a_row_has_the_s
 
 
 @pytest.mark.parametrize(
+    ("widths", "height", "usual"),
+    [((14_336,) * 2, 7, 4), ((11_008,) * 2, 4, 4), ((4096, 1024, 1024), 3, 2), ((4096,), 2, 2)],
+)
+def test_blocks_of_9_to_16_rows_of_codes_have_the_same_work_and_the_bits_of_other_blocks(
+    widths: tuple[int, ...], height: int, usual: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warps = module._warps(64, sum(widths))
+    assert module._block_shape(16, widths, 64, warps)[1] == height
+    mx.random.seed(9)
+    x, *values = (mx.random.normal((rows, 512)).astype(mx.bfloat16) for rows in (13, 150, 150))
+    matrices = [mx.quantize(each, 64, 4) for each in values]
+    monkeypatch.setattr(module, "_warps", lambda *_: warps)
+    made = []
+    for only in (usual, height):
+        monkeypatch.setattr(module, "_HEIGHTS", {warps: {only: 1}})
+        made.append([*few_rows(x, matrices), *few_rows(x, matrices, is_gated=True)])
+    assert all(mx.array_equal(one, other) for one, other in zip(*made, strict=True))
+
+
+@pytest.mark.parametrize(
     ("rows", "group", "most", "is_taken"),
     [
         (32, 32, SMALL_BYTES, True),
