@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from kvasir.cli.showing import help_words
 from kvasir.cli.showing.tables import table
 from kvasir.cli.showing.terminal import PlainConsole
 from kvasir.cli.talking import chat
+from kvasir.credentials import write_private_text
 from kvasir.errors import DataLoss, FailedPrecondition, KvasirError, ResourceExhausted, Unauthenticated, Unavailable
 from typer.core import TyperArgument, TyperOption
 
@@ -275,19 +277,33 @@ def test_without_services_each_command_ends_as_the_table_of_exit_codes_has_it(tm
     assert count > 25
 
 
-def test_libraries_older_than_the_messages_are_told_in_a_line_and_not_by_a_traceback(tmp_path: Path) -> None:
+_OLD_PROTOBUF = "from google.protobuf import runtime_version\nruntime_version.MINOR = 1\n"
+_OLD_GRPC = "import grpc\ngrpc.__version__ = '1.0.0'\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "words"),
+    [(_OLD_PROTOBUF, "--help"), (_OLD_PROTOBUF, "up -d"), (_OLD_GRPC, "up -d"), (_OLD_GRPC, "up -d --store")],
+    ids=["protobuf", "protobuf, up -d", "gRPC, up -d", "gRPC, a store elsewhere"],
+)
+def test_libraries_older_than_the_messages_are_told_in_a_line_and_not_by_a_traceback(
+    old: str, words: str, tmp_path: Path
+) -> None:
     """As after `git pull` without `make install`."""
-    old = "from google.protobuf import runtime_version\nruntime_version.MINOR = 1\n"
     (tmp_path / "sitecustomize.py").write_text(old)
     found = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    ended = subprocess.run(
-        [sys.executable, "-m", "kvasir", "--help"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": found},
-    )
-    assert (ended.returncode, len(ended.stderr.splitlines())) == (4, 1), ended.stderr
+    write_private_text(tmp_path / "token", "kv_" + "a" * 43)
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        at = f"127.0.0.1:{store.getsockname()[1]}"
+        elsewhere = [at, "--store-token-file", str(tmp_path / "token")] if "--store" in words else []
+        ended = subprocess.run(
+            [sys.executable, "-m", "kvasir", "--home", str(tmp_path / "home"), *words.split(), *elsewhere],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, "PYTHONPATH": found},
+        )
+    assert (ended.returncode, len(ended.stderr.removeprefix("starting …\n").splitlines())) == (4, 1), ended.stderr
     assert "run `make install`" in ended.stderr
 
 

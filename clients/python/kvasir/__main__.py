@@ -16,7 +16,11 @@ def main() -> None:
     _open_closed_files()
     second = begun(sys.argv[1:])
     if is_up_alone(sys.argv[1:], second):
-        from kvasir.cli.own_services.up_alone import main as run
+        try:
+            from kvasir.cli.own_services.up_alone import main as run
+        except Exception:
+            import_messages()  # some come with it: if these are the cause, the command ends here
+            raise
     else:
         import_messages()
         from kvasir.cli.main import main as run

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvasir.address import accepts, parse_address
 from kvasir.cli.failures import WrongUsage
+from kvasir.cli.own_services.installed_messages import import_messages
 from kvasir.cli.running.home import Endpoint, Home
 from kvasir.credentials import DEFAULT_NAMESPACE, ENGINE, CredentialFileError
 from kvasir.errors import (
@@ -97,6 +98,7 @@ def check_store(home: Home, up: UpTable) -> None:
 
 
 def _asked(endpoint: Endpoint) -> "cachestore_pb2.GetCapabilitiesResponse":
+    import_messages()  # `up -d` has not yet
     try:
         with endpoint.store_client(ANSWER_S) as client:
             return client.get_capabilities()
