@@ -2,9 +2,12 @@
 
 import subprocess
 import sys
+from importlib import metadata
+from typing import Any
 
 import pytest
 
+from inference_svc import lean_transformers
 from inference_svc.model import kvasir_tiny
 
 COUNTING = """
@@ -48,3 +51,20 @@ def test_a_tokenizer_loads_without_a_look_at_other_models() -> None:
     argv = [sys.executable, "-c", COUNTING, str(kvasir_tiny.path())]
     answer = subprocess.run(argv, capture_output=True, text=True, check=True)
     assert int(answer.stdout) < 30
+
+
+def test_installed_packages_are_looked_through_when_one_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Earlier versions of transformers, as 5.0, keep a list of them from their import on."""
+    looks, find = list[int](), metadata.packages_distributions
+
+    def counted() -> Any:
+        looks.append(1)
+        return find()
+
+    monkeypatch.setattr(metadata, "packages_distributions", counted)
+    with lean_transformers._packages_when_needed():
+        kept = metadata.packages_distributions()
+    assert metadata.packages_distributions is counted
+    assert looks == []
+    assert kept["mlx_lm"] == find()["mlx_lm"]
+    assert (dict(kept), "none_such" in kept, len(looks)) == (dict(find()), False, 1)
