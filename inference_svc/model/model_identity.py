@@ -38,10 +38,10 @@ def weights_digest(directory: Path, cache_dir: Path, made: Mapping[str, str] | N
     only a shortcut: when it cannot be read or written, the files are read again. `made`: by `begin_digests`.
     """
     known = _read_cache(cache_dir / _CACHE_FILE)
-    files = [(_file_identity(path), path) for path in weight_paths(directory)]
+    files = _identified(directory)
     there = {**(made or {}), **known}
     digests = {identity: there.get(identity) or _file_digest(path) for identity, path in files}
-    if not digests.items() <= known.items():
+    if not digests.items() <= known.items() and files == _identified(directory):
         _write_cache(cache_dir / _CACHE_FILE, {**known, **digests})
     hasher = blake3(b"kvasir.weights.v1")
     for identity, _ in files:  # of which some may be one: links
@@ -55,9 +55,10 @@ def begin_digests(files: Sequence[WeightFile], cache_dir: Path) -> "Future[Mappi
     found: Future[Mapping[str, str]] = Future()
 
     def hash_files() -> None:
-        known, made = _read_cache(cache_dir / _CACHE_FILE), dict[str, str]()
+        made = dict[str, str]()
         try:
             with suppress(OSError):  # who needs the digest reads the file again
+                known = _read_cache(cache_dir / _CACHE_FILE)
                 for file in files:
                     digest = known.get(file.identity) or _file_digest(file.path)
                     if _file_identity(file.path) == file.identity:  # else it may be another file's
@@ -97,6 +98,10 @@ def _file_digest(path: Path) -> str:
     return str(blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest())
 
 
+def _identified(directory: Path) -> list[tuple[str, Path]]:
+    return [(_file_identity(path), path) for path in weight_paths(directory)]
+
+
 def _file_identity(path: Path) -> str:
     return file_identity(path.stat())
 
@@ -104,7 +109,7 @@ def _file_identity(path: Path) -> str:
 def _read_cache(path: Path) -> Mapping[str, str]:
     try:
         content: Any = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(content, dict):
         return {}

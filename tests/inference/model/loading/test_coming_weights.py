@@ -168,3 +168,34 @@ def test_a_file_that_changes_while_it_is_hashed_has_no_digest(tmp_path: Path, mo
     assert begin_digests(files, tmp_path).result(60) == {}
     file.path.unlink()
     assert begin_digests(files, tmp_path).result(60) == {}
+
+
+def test_a_file_that_was_away_while_its_name_was_hashed_keeps_its_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other weights had its name meanwhile. Else it would be served under theirs, and their memories by it."""
+    directory = write_family(tmp_path / "model", LLAMA31)
+    [file], right = weight_files(directory), weights_digest(directory, tmp_path / "apart")
+    other = write_family(tmp_path / "other", LLAMA31, seed=5) / "model.safetensors"
+    hash_file = model_identity._file_digest
+
+    def replaced(path: Path) -> str:
+        path.rename(tmp_path / "away")
+        other.rename(path)
+        return hash_file(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(model_identity, "_file_digest", replaced)
+        assert weights_digest(directory, tmp_path) != right
+    (tmp_path / "away").rename(file.path)
+    assert weights_digest(directory, tmp_path) == right
+
+
+@pytest.mark.parametrize("content", ["[" * 200_000, "[", "\xff"], ids=["deep", "cut", "no text"])
+def test_digests_that_cannot_be_read_are_made_again(content: str, tmp_path: Path) -> None:
+    directory = write_family(tmp_path / "model", LLAMA31)
+    (tmp_path / "weights-digests.json").write_text(content, encoding="latin-1")
+    [file] = files = weight_files(directory)
+    made = begin_digests(files, tmp_path).result(60)
+    assert [*made] == [file.identity]
+    assert weights_digest(directory, tmp_path, made) == weights_digest(directory, tmp_path / "other")
