@@ -62,6 +62,9 @@ class FirstModel:
         try:  # by one thread: two may not import transformers' parts at once
             import inference_svc.formats.grammars
             import inference_svc.model.loading  # noqa: F401
+        except BaseException:
+            self._next.put(None)  # else the process waits for its thread for ever
+            raise
         finally:
             self._is_imported.set()
         return self

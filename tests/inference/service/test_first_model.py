@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from concurrent.futures import CancelledError
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -187,3 +188,12 @@ def test_a_service_that_is_refused_leaves_no_thread(loads: Loads) -> None:
             thread.join(timeout=60)
     assert len(loads.threads) == 1
     assert not loads.threads[0].is_alive()
+
+
+def test_a_service_that_cannot_be_imported_leaves_no_thread(loads: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "inference_svc.formats.grammars", None)
+    first = FirstModel([])
+    with pytest.raises(ImportError), first:
+        pass
+    assert isinstance(first._thread.exception(60), CancelledError)
+    assert len(loads.threads) == 1
