@@ -6,6 +6,7 @@ meanwhile takes the process with it, or changes the weights.
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -52,14 +53,15 @@ class ComingWeights:
 
     def __init__(self, files: Sequence[WeightFile]) -> None:
         """Begin, on the MLX thread. A file that was replaced since its header was read is not sent."""
-        self.files = files
-        parts = {name: part for file in files for name, part in _parts(file, _unique(file, files))}
+        self.files, self._opened = files, ExitStack()
+        parts = {name: part for file in files for name, part in _parts(file, _unique(file, files), self._opened)}
         arrays, self._copies = begin_from_files([*parts.values()])
         self._arrays = dict(zip(parts, arrays, strict=True))
 
     def give(self, weights: Tensors) -> int:
         """Wait until all have come, and give them to arrays that are not evaluated. Returns their bytes."""
-        wait_for(self._copies)
+        with self._opened:
+            wait_for(self._copies)
         arrays, self._arrays, sent = self._arrays, {}, 0
         for name, array in arrays.items():
             lazy = weights.get(name)
@@ -137,9 +139,11 @@ def _unique(file: WeightFile, files: Sequence[WeightFile]) -> Mapping[str, Tenso
     return {name: place for name, place in file.tensors.items() if names[name] == 1}
 
 
-def _parts(file: WeightFile, places: Mapping[str, TensorPlace]) -> Iterator[tuple[str, FilePart]]:
+def _parts(
+    file: WeightFile, places: Mapping[str, TensorPlace], opened_files: ExitStack
+) -> Iterator[tuple[str, FilePart]]:
     """Of tensors that are whole units."""
-    opened = file.path.open("rb", buffering=0)  # the parts keep it open
+    opened = opened_files.enter_context(file.path.open("rb", buffering=0))
     if file_identity(os.fstat(opened.fileno())) != file.identity:
         return
     for name, place in places.items():

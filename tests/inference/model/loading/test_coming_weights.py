@@ -17,6 +17,7 @@ from inference_svc.first_model import FirstModel
 from inference_svc.kv.attention import host_copy
 from inference_svc.model import kvasir_tiny, loading, model_identity
 from inference_svc.model.model_identity import begin_digests, weights_digest
+from inference_svc.model.weights import placing
 from inference_svc.model.weights.placing import ComingWeights, place_weights
 from inference_svc.model.weights.weight_files import weight_files
 from tests.inference.engine.families import LLAMA31, write_family
@@ -80,6 +81,24 @@ def test_a_file_that_the_system_reads_in_parts_comes_whole(
     weights = read(tmp_path)
     ComingWeights(weight_files(tmp_path)).give(weights)
     assert bits(weights["f.e"]) == bits(every["f.e"])
+
+
+def test_files_are_open_until_all_has_come(
+    driver: PlayedDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path)
+    parts, begin = list[host_copy.FilePart](), host_copy.begin_from_files
+
+    def begun(given: list[host_copy.FilePart]) -> Any:
+        parts.extend(given)
+        return begin(given)
+
+    monkeypatch.setattr(placing, "begin_from_files", begun)
+    coming = ComingWeights(weight_files(tmp_path))
+    assert not any(part.file.closed for part in parts)
+    coming.give({})
+    assert all(part.file.closed for part in parts)
+    assert len(parts) > 9
 
 
 def test_nothing_is_given_before_all_has_come(driver: PlayedDriver, tmp_path: Path) -> None:
