@@ -1,5 +1,6 @@
 """`kvasir up` before anything starts: options that are wrong, addresses that are taken, files that others can read."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -214,6 +215,25 @@ def test_an_address_of_a_program_that_listens_on_all_is_taken(platform: str, mon
             checks.check_free(address, "--http")
         assert refused.value.reason == "ADDRESS_IN_USE"
     checks.check_free(address, "--http")
+
+
+def test_two_homes_that_start_at_once_choose_two_ports_for_their_gateways(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each gateway listens only once its engine is there: the second home took the first one's for its own."""
+    chosen: list[str] = []
+
+    async def begins(_caller: object, plan: Plan, *_: object) -> None:
+        assert plan.gateway is not None
+        chosen.append(plan.gateway.endpoint.address)
+        if len(chosen) == 1:
+            assert (await asyncio.to_thread(in_process, "--home", tmp_path / "other", "up")).code == 0
+
+    monkeypatch.setattr("kvasir.cli.running.up.run_group", begins)
+    assert in_process("--home", tmp_path / "one", "up").code == 0
+    assert len(set(chosen)) == 2
+    assert in_process("--home", tmp_path / "one", "up").code == 0
+    assert chosen[2] == chosen[0], "it is free again"
 
 
 @pytest.mark.parametrize("is_taken", [True, False])

@@ -273,6 +273,19 @@ def _address_in_use(text: str, option: str, why: str | None) -> FailedPreconditi
     return FailedPrecondition(what, reason="ADDRESS_IN_USE", field=_field(option))
 
 
+def claim(listen: str) -> socket.socket | None:
+    """Keeps a gateway's port for one home, until it is closed: the gateway listens only once its engine is there, and
+    another home would take that gateway for its own. It is the UDP port of this number. None where it is in use."""
+    address = parse_address(listen)
+    claimed = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    try:
+        claimed.bind((address.host, address.port))
+    except OSError:
+        claimed.close()
+        return None
+    return claimed
+
+
 def is_free(text: str, option: str) -> bool:
     """Whether nothing listens on this host and port."""
     try:

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -138,21 +139,23 @@ def _ran(caller: Caller, asked: Asked, descriptor: int) -> bool:
     """Run the group to its end. False if the port that was chosen for its gateway went to another program before it
     listened there, as by a `kvasir up` of another home."""
     is_said = bool(asked.up.http) or asked.up.no_http
-    http, remark = (asked.up.http, "") if is_said else _usual_http(asked.addresses)
-    asked = replace(asked, up=replace(asked.up, http=http))
-    plan = plan_of(asked)
-    write_settings(asked, plan)
-    try:
-        asyncio.run(run_group(caller, plan, descriptor, remark))
-    except NotStartedError:
-        if is_said or not http or checks.is_free(http, "--http"):
-            raise
-        return False
+    with ExitStack() as held:
+        http, remark = (asked.up.http, "") if is_said else _usual_http(asked.addresses, held)
+        asked = replace(asked, up=replace(asked.up, http=http))
+        plan = plan_of(asked)
+        write_settings(asked, plan)
+        try:
+            asyncio.run(run_group(caller, plan, descriptor, remark))
+        except NotStartedError:
+            if is_said or not http or checks.is_free(http, "--http"):
+                raise
+            return False
     return True
 
 
-def _usual_http(addresses: Mapping[str, str]) -> tuple[str, str]:
-    """The gateway's usual address, or the next port that is free, or none; and a remark unless it is the usual one."""
+def _usual_http(addresses: Mapping[str, str], held: ExitStack) -> tuple[str, str]:
+    """The gateway's usual address, or the next port that is free, or none; and a remark unless it is the usual one. No
+    other home chooses it while it is `held`."""
     if not checks.has_gateway():
         return "", "none: its packages are not installed (kvasir[gateway])"
     usual = parse_address(DEFAULT_LISTEN)
@@ -160,8 +163,9 @@ def _usual_http(addresses: Mapping[str, str]) -> tuple[str, str]:
     last = usual.port + _TRIED_PORTS - 1
     for port in range(usual.port, last + 1):
         listen = f"{usual.host}:{port}"
-        if port in given or not checks.is_free(listen, "--http"):
+        if port in given or not checks.is_free(listen, "--http") or (claimed := checks.claim(listen)) is None:
             continue
+        held.enter_context(claimed)
         is_usual = port == usual.port
         return listen, "" if is_usual else f"{DEFAULT_LISTEN} is in use; `--http {listen}` keeps this one"
     return "", f"none: ports {usual.port} to {last} are in use; name another with --http 127.0.0.1:PORT"
