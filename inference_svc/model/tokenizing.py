@@ -61,12 +61,12 @@ def _without_token_maps() -> Iterator[None]:
 def _vocabulary_once() -> Iterator[None]:
     """mlx-lm looks two or three times for marks of thoughts and calls; each copy takes 0.1 s."""
     kind: Any = PreTrainedTokenizerFast
-    copied, kept = kind.get_vocab, dict[int, dict[str, int]]()
+    copied, kept = kind.get_vocab, dict[Any, dict[str, int]]()  # holds tokenizers: the next has no dead one's place
 
     def get_vocab(tokenizer: Any) -> dict[str, int]:
-        if id(tokenizer) not in kept:
-            kept[id(tokenizer)] = copied(tokenizer)
-        return kept[id(tokenizer)]
+        if tokenizer not in kept:
+            kept[tokenizer] = copied(tokenizer)
+        return kept[tokenizer]
 
     kind.get_vocab = get_vocab
     try:

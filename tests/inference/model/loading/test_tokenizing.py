@@ -6,11 +6,13 @@ from typing import Any
 import mlx_lm.tokenizer_utils
 import mlx_lm.utils
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.prompting import Prompting
-from inference_svc.model.tokenizing import read_tokenizer
+from inference_svc.model.tokenizing import _vocabulary_once, read_tokenizer
 from inference_svc.text.token_text import TokenText
 
 
@@ -60,3 +62,13 @@ def test_turns_of_a_model_that_was_loaded_wait_for_no_copy_of_its_vocabulary(mon
     assert prompting.fewest_tokens(text) == plain.fewest_tokens(text) > 1
     for each in (plain, prompting):
         each.close()
+
+
+def test_a_tokenizer_has_no_vocabulary_of_one_that_is_gone() -> None:
+    """Another model's, at the same place in memory: they are read, and used, while this one is read."""
+
+    def read(word: str) -> Any:
+        return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({word: 0})))
+
+    with _vocabulary_once():
+        assert [read(word).get_vocab() for word in "abcdefgh"] == [{word: 0} for word in "abcdefgh"]
