@@ -128,7 +128,7 @@ def load(
         found = _classes(config, take)
         reading = beside.submit(read_tokenizer, directory, config)
         beside.shutdown(wait=False)
-        if choice.takes_few_rows() and choice.joins_steps():  # checked once, here while weights come
+        if decodes and choice.takes_few_rows() and choice.joins_steps():  # checked once, here while weights come
             choice.takes_layers(is_packed=None)
         return found
 

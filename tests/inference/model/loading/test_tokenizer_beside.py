@@ -7,6 +7,7 @@ import mlx_lm.utils
 import pytest
 from kvasir.errors import FailedPrecondition
 
+from inference_svc.kv.attention.choice import KernelChoice
 from inference_svc.model import kvasir_tiny, loading
 from inference_svc.model.weights.placing import Placement, place_weights
 
@@ -51,3 +52,17 @@ def test_a_tokenizer_that_cannot_be_read_is_refused_as_a_model_is(monkeypatch: p
     loaded = loading.load(kvasir_tiny.path(), None)
     with pytest.raises(FailedPrecondition, match="no such thing"):
         _ = loaded.token_text
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+def test_kernels_of_decoding_are_checked_for_a_model_that_decodes(
+    decodes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cold, the check of a step's attention takes seconds, which a model of embeddings has no use for."""
+    checked = list[bool | None]()
+    monkeypatch.setattr(KernelChoice, "takes_few_rows", lambda _: True)
+    monkeypatch.setattr(KernelChoice, "joins_steps", lambda _: True)
+    monkeypatch.setattr(KernelChoice, "takes_layers", lambda _, is_packed: checked.append(is_packed))
+    monkeypatch.setattr(loading, "_take_own_operations", lambda *_, **__: None)
+    loading.load(kvasir_tiny.path(), None, decodes=decodes)
+    assert checked == ([None] if decodes else [])
