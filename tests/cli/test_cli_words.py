@@ -24,6 +24,7 @@ from kvasir.cli.showing import help_words
 from kvasir.cli.showing.tables import table
 from kvasir.cli.showing.terminal import PlainConsole
 from kvasir.cli.talking import chat
+from kvasir.cli.talking.turn import Stored, TurnResult
 from kvasir.credentials import write_private_text
 from kvasir.errors import DataLoss, FailedPrecondition, KvasirError, ResourceExhausted, Unauthenticated, Unavailable
 from typer.core import TyperArgument, TyperOption
@@ -305,6 +306,15 @@ def test_libraries_older_than_the_messages_are_told_in_a_line_and_not_by_a_trace
         )
     assert (ended.returncode, len(ended.stderr.removeprefix("starting …\n").splitlines())) == (4, 1), ended.stderr
     assert "run `make install`" in ended.stderr
+
+
+@pytest.mark.parametrize(("reason", "shown"), [("", "(cold)"), ("nothing is remembered", "(cold: nothing is")])
+def test_a_turn_that_found_too_little_to_read_is_cold_without_a_colon(reason: str, shown: str) -> None:
+    told = io.StringIO()
+    conversation = chat.Conversation.__new__(chat.Conversation)
+    conversation.caller = Caller(as_json=False, err=PlainConsole(file=told, width=200))
+    conversation._show_reuse(TurnResult("Hi.", (), "cold", reason, 25, 0, 5, 0.04, Stored(2, "committed", "")))
+    assert f"0 of 25 tokens cached {shown}" in told.getvalue()
 
 
 def test_a_script_that_asks_for_one_log_is_told_whose_it_is(tmp_path: Path) -> None:

@@ -252,9 +252,9 @@ class Conversation:
         sys.stdout.write("\n")
         sys.stdout.flush()
         kept = f"version {result.stored.version}" if result.is_durable else _not_durable(result)
-        source = f"{result.source}: {result.reason}" if result.source == "cold" else result.source
+        why = f": {result.reason}" if result.source == "cold" and result.reason else ""
         self.caller.err.print(
-            f"{result.cached_tokens} of {result.prompt_tokens} tokens cached ({source}), "
+            f"{result.cached_tokens} of {result.prompt_tokens} tokens cached ({result.source}{why}), "
             f"first token after {result.first_token_s * 1000:.0f} ms, {kept}",
             style="dim",
         )
