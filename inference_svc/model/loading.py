@@ -139,17 +139,24 @@ def load(
     model.__dict__.pop("sanitize", None)
     if compute_type is None and device() == "cpu":
         compute_type = "float32"
+    placement = _compute(model, compute_type, placement, choice, decodes=decodes)
+    return LoadedModel(model, reading, config, placement, files, choice, digests)
+
+
+def _compute(
+    model: Module, compute_type: str | None, placement: Placement, kernels: KernelChoice, *, decodes: bool
+) -> Placement:
+    """All values of a model, in the compute type and for our own operations; returns where its weights are then."""
     converted = list[mx.array]()
     if compute_type is not None:
         converted = _of_another_type(model, COMPUTE_TYPES[compute_type])
         placement = placement.without(sum(each.nbytes for each in converted), compute_type)
         model.set_dtype(COMPUTE_TYPES[compute_type])
-    _take_own_operations(model, choice, decodes=decodes)
-    mx.eval(model.parameters(), _own_arrays(model))
+    _take_own_operations(model, kernels, decodes=decodes)
+    mx.eval(model.parameters(), _own_arrays(model))  # type: ignore[no-untyped-call]
     if placement.mapped_bytes:
         let_go(converted)
-    del converted
-    return LoadedModel(model, reading, config, placement, files, choice, digests)
+    return placement
 
 
 def _own_arrays(model: Module) -> list[mx.array]:
