@@ -400,6 +400,29 @@ def test_machines_stand_side_by_side_and_lack_what_they_did_not_measure() -> Non
     assert ("claims met", "0 of 0", "1 of 1") in rows
 
 
+def test_a_kind_of_machine_has_the_whole_runs_of_its_last_day_and_their_misses_are_bold(tmp_path: Path) -> None:
+    def kept(day: int, chip: str, is_quick: bool, *records: dict[str, Any]) -> None:
+        machine = {"chip": chip, "cores": 10, "memory_bytes": 16e9, "system": "macOS", "load": 0.1}
+        about = record("machine", value={**machine, "times_mean_something": True})
+        made_with, on = {**MADE_WITH, "is_quick": is_quick}, datetime.date(2026, 11, day)
+        found = signed(result_of([about, *records], made_with, on, set()), tmp_path / "key")
+        (tmp_path / f"machines/{len(list(tmp_path.glob('machines/*')))}.json").write_text(json.dumps(found))
+
+    (tmp_path / "machines").mkdir()
+    broken = record(value={"claims": [{"what": "it holds", "is_met": False}], "targets": [{"is_met": True}]})
+    kept(1, "M4", False, record())
+    kept(2, "M4", False, broken)
+    kept(2, "M4", False, record(value={"targets": [{"is_met": True}, {"is_met": False}]}))
+    kept(3, "M4", True, record())
+    kept(1, "M5", True, record())
+    rows = measured_pages.page(tmp_path).splitlines()
+    assert "|  | M4 | M4 | M5 |" in rows
+    assert "| day | 2026-11-02 | 2026-11-02 | 2026-11-01, quick |" in rows
+    assert "| claims met | **0 of 1** | 0 of 0 | 1 of 1 |" in rows
+    assert "| steps failed or claims broken | **1** | 0 | 0 |" in rows
+    assert "| targets met | 1 of 1 | **1 of 2** | – |" in rows
+
+
 def test_a_result_is_taken_in_by_one_command_and_a_changed_one_leaves_no_trace(tmp_path: Path) -> None:
     good, bad, here = tmp_path / "good.json", tmp_path / "bad.json", tmp_path / "here"
     here.mkdir()

@@ -4,8 +4,10 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvasir.errors import InvalidArgument
 from kvasir_bench.prove.figures import figures, read_shown, side_by_side
@@ -13,6 +15,8 @@ from kvasir_bench.tables import markdown_table
 
 HERE = Path(__file__).parent
 KEPT = "machines"
+# No result names its card. The beginning of its digest, and the card that its commit names.
+CARDS = {"6c9e3c48": "NVIDIA H100", "894d4f48": "NVIDIA H200"}
 
 
 def add(files: Sequence[Path], here: Path = HERE) -> list[Path]:
@@ -30,18 +34,43 @@ def add(files: Sequence[Path], here: Path = HERE) -> list[Path]:
 
 
 def page(here: Path = HERE) -> str:
-    """All kept results, a column for each."""
-    results = [read_shown(file) for file in sorted((here / KEPT).glob("*.json"))]
+    """Each kind of machine's newest results, a column for each."""
+    results = list(newest([read_shown(file) for file in sorted((here / KEPT).glob("*.json"))]))
+    heading, *rows = side_by_side(results)
+    cards = ("card", *(CARDS.get(result["digest"][:8], "–") for result in results))
     lines = [
         "# Machines",
         "",
-        "[All measurements](README.md). Each column is one run of `kvasir prove`, whose signed JSON is in "
-        f"`{KEPT}`; `kvasir prove --results FILE` checks and shows one. Times of different machines compare "
-        "only as far as their loads do.",
+        "[All measurements](README.md). Each column is one run of `kvasir prove`, the newest of its "
+        "kind of machine. Claims are about exactness, targets about speed and memory. **Bold**: something was missed. "
+        f"Signed JSON of these and of earlier runs is in `{KEPT}`; `kvasir prove --results FILE` checks and shows one, "
+        "with each target. Times of different machines compare only as far as their loads do.",
         "",
-        *markdown_table(side_by_side(results)),
+        *markdown_table([heading, cards, *map(_marked, rows)]),
     ]
     return "\n".join(lines) + "\n"
+
+
+def newest(results: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Of each kind of machine the runs of its last day. Quick ones only where no other is kept."""
+    kinds = defaultdict(list)
+    for result in results:
+        found = figures(result)
+        kinds[tuple(found.get(name) for name in ("chip", "cores", "attention by"))].append(result)
+    for runs in kinds.values():
+        whole = [run for run in runs if not run["made_with"]["is_quick"]] or runs
+        last = max(run["day"] for run in whole)
+        yield from (run for run in whole if run["day"] == last)
+
+
+def _marked(row: Sequence[str]) -> Sequence[str]:
+    """In bold where a claim, a step or a target is missed."""
+    name, *cells = row
+    if name == "steps failed or claims broken":
+        return (name, *(cell if cell == "0" else f"**{cell}**" for cell in cells))
+    if name not in ("claims met", "targets met"):
+        return row
+    return (name, *(f"**{cell}**" if len(set(cell.split(" of "))) == 2 else cell for cell in cells))
 
 
 def main() -> int:

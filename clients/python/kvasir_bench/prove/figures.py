@@ -1,6 +1,8 @@
 """The few figures of a proof by which machines are compared, as text, and several proofs side by side."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,7 @@ def _figures(result: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[t
     yield "day", result["day"] + (", quick" if made_with["is_quick"] else "")
     yield "kvasir", f"{made_with['versions']['kvasir']} ({made_with['versions']['source']})"
     yield "mlx", str(made_with["versions"]["packages"]["mlx"])
+    yield "model", made_with.get("model") or "kvasir-tiny"
     every = claims(result)
     yield "claims met", f"{sum(is_met for _, is_met in every)} of {len(every)}"
     yield "steps failed or claims broken", str(len(broken_claims(result)))
@@ -59,6 +62,8 @@ def _figures(result: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[t
 
 
 def _times(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if targets := [row for value in values.values() for row in value.get("targets", ())]:
+        yield "targets met", f"{sum(row['is_met'] for row in targets)} of {len(targets)}"
     if "first-day" in values:
         yield "a synced write", f"{1000 * values['first-day']['synced_write_s']:.3g} ms"
         yield "engine ready", f"{values['first-day']['engine_ready_s']:.3g} s"
@@ -71,11 +76,11 @@ def _times(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _rows(cases: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Of decoding the rate, of mlx-lm the ratio, of first tokens the times."""
-    for row in cases.get("decode", {}).get("rows", ()):
-        yield f"decode, {row['batch']} rows, {row['context']} tokens", f"{number(row['tokens_per_s'])} tokens/s"
-    for row in cases.get("peer", {}).get("rows", ()):
-        yield f"decode / mlx-lm, {row['batch']} rows, {row['context']} tokens", number(row["ratio"])
+    """Of decoding the rates, of mlx-lm the ratios, of first tokens the times."""
+    for case, name, key in (("decode", "decode, tokens/s", "tokens_per_s"), ("peer", "decode / mlx-lm", "ratio")):
+        for context, rows in groupby(cases.get(case, {}).get("rows", ()), itemgetter("context")):
+            batches, rates = zip(*((str(row["batch"]), number(row[key])) for row in rows), strict=True)
+            yield f"{name}, {' / '.join(batches)} rows, {context} tokens", " / ".join(rates)
     for row in cases.get("first_token", {}).get("rows", ()):
         heading, found = cells([{key: row[key] for key in ("cold_s", "warm_s", "hot_s")}])
         times = ", ".join(f"{name} {value}" for name, value in zip(heading, found, strict=True))
