@@ -29,7 +29,7 @@ from inference_svc.model.model_identity import begin_digests
 from inference_svc.model.tokenizing import read_tokenizer
 from inference_svc.model.wedlm import layers_config
 from inference_svc.model.weights.placing import ComingWeights, Placement, Tensors, let_go, place_weights
-from inference_svc.model.weights.weight_files import WeightFile, weight_files
+from inference_svc.model.weights.weight_files import WeightFile, text_identities, weight_files
 from inference_svc.text.token_text import TokenText
 
 _DEFAULT_CONTEXT_TOKENS = 4096
@@ -53,6 +53,7 @@ class LoadedModel:
     config: dict[str, Any]
     placement: Placement  # of the weights
     files: Sequence[WeightFile]  # as they were when loading began
+    texts: Mapping[Path, str]  # and `text_identities`
     kernels: KernelChoice  # for this model
     digests: "Future[Mapping[str, str]] | None" = None  # see `begin_digests`
 
@@ -135,12 +136,13 @@ def load(
     choice = KernelChoice(kernels)
     beside = ThreadPoolExecutor(1, "tokenizer")  # before weights come: it takes Python as long as they take
     with _loadable():
+        texts = text_identities(directory)
         model, config = mlx_lm.utils.load_model(directory, lazy=True, get_model_classes=classes)
     model.__dict__.pop("sanitize", None)
     if compute_type is None and device() == "cpu":
         compute_type = "float32"
     placement = _compute(model, compute_type, placement, choice, decodes=decodes)
-    return LoadedModel(model, reading, config, placement, files, choice, digests)
+    return LoadedModel(model, reading, config, placement, files, texts, choice, digests)
 
 
 def _compute(

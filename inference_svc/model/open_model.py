@@ -78,7 +78,7 @@ def open_model(
     logger.info("weights.loaded how=%s", loaded.placement.in_words)
     begin_phase("identity")
     digest = weights_digest(directory, cache_dir, loaded.digests.result() if loaded.digests else None)
-    check_unchanged(directory, loaded.files)
+    check_unchanged(directory, loaded.files, loaded.texts)
     begin_phase("probing")
     keep_for_computing(_SPARE_BYTES)
     probes = ProbeMemory(cache_dir, digest, compute_type, loaded.kernels.conditions)
@@ -108,6 +108,7 @@ def open_model(
         kernels=serving,
         directory=directory,
     )
+    check_unchanged(directory, loaded.files, loaded.texts)  # by now the tokenizer has been read
     return opened, runner
 
 

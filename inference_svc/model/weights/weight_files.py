@@ -13,6 +13,7 @@ from kvasir.errors import FailedPrecondition
 
 _LENGTH = struct.Struct("<Q")
 _MOST_HEADER_BYTES = 100 << 20  # the format's own limit
+_TEXTS = ("config.json", "tokenizer.json")  # of which a model's identity is made too
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,19 @@ def weight_file(path: Path) -> WeightFile:
         ) from None
 
 
-def check_unchanged(directory: Path, files: Sequence[WeightFile]) -> None:
+def text_identities(directory: Path) -> Mapping[Path, str]:
+    paths = (directory / name for name in _TEXTS)
+    return {path: file_identity(path.stat()) for path in paths if path.is_file()}
+
+
+def check_unchanged(directory: Path, files: Sequence[WeightFile], texts: Mapping[Path, str]) -> None:
     """Raises FailedPrecondition unless the files are those that were looked at: all that was read is of one model."""
     try:
-        now = {path: file_identity(path.stat()) for path in weight_paths(directory)}
+        paths = weight_paths(directory)
+        now = {**{path: file_identity(path.stat()) for path in paths}, **text_identities(directory)}
     except OSError:
         now = {}
-    if now != {file.path: file.identity for file in files}:
+    if now != {**{file.path: file.identity for file in files}, **texts}:
         raise FailedPrecondition.of(
             "model", "its files changed while they were read; load it again", reason="MODEL_NOT_LOADABLE"
         )

@@ -369,6 +369,23 @@ class TestDamagedFiles:
         assert refused.value.field == "model"
         assert opened(lambda _: None) != before
 
+    @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+    def test_a_text_replaced_behind_its_reading_is_refused(self, name: str, tmp_path: Path) -> None:
+        """Else memories of the old one would be kept, and gone on with, under the new one's name."""
+        directory, cache_dir = write_family(tmp_path / "one", LLAMA31), tmp_path / "cache"
+        text, other = directory / name, tmp_path / name
+
+        def load_and_replace(*given: Any, **options: Any) -> LoadedModel:
+            loaded = load(*given, **options)
+            loaded.reading.result(60)
+            other.replace(text)
+            return loaded
+
+        other.write_text(text.read_text() + " ")
+        with pytest.raises(FailedPrecondition, match="changed while they were read"):
+            open_model(directory, {"cache_dir": cache_dir}, load=load_and_replace)
+        open_model(directory, {"cache_dir": cache_dir})
+
     def test_a_model_whose_file_has_no_tensors_is_refused(self, tmp_path: Path) -> None:
         path = write_family(tmp_path, LLAMA31) / "model.safetensors"
         mx.save_safetensors(str(path), {})
