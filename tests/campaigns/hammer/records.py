@@ -85,6 +85,8 @@ def reuse_problem(record: TurnRecord, alone: Alone) -> str:
         return ""
     if record.source == "SHARED":
         return "" if cached % 256 == 0 and cached < alone.prompt_tokens else f"{cached} tokens of shared blocks"
+    if record.source == "HOT" and cached > expected and cached % 256 == 0:
+        return ""  # what a cut turn of the agent has computed behind its memory
     if record.source == "COLD" and expected < FEWEST_RESTORED:
         return ""
     return "" if cached == expected else f"{cached} tokens reused ({record.source}), the memory has {expected} of them"

@@ -163,8 +163,9 @@ class AloneEngine:
 def _reuse(record: TurnRecord, expected: int) -> Cold | Hot:
     if record.cached_tokens is None or record.source == "REPLAY":
         return Hot(expected) if expected > 0 else Cold()
-    is_own = record.source in ("HOT", "WARM") and 0 < record.cached_tokens <= expected
-    return Hot(record.cached_tokens) if is_own else Cold()
+    # More is what a cut turn has computed behind the memory: the rows that are computed here.
+    own = min(record.cached_tokens, expected) if record.source in ("HOT", "WARM") else 0
+    return Hot(own) if own else Cold()
 
 
 def _difference(files: list[bytes], others: list[bytes]) -> float:

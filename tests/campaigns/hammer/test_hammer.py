@@ -8,6 +8,7 @@ import pytest
 
 from tests.campaigns.hammer.__main__ import Checkpoints, plans
 from tests.campaigns.hammer.arena import RoundPlan, RoundResult
+from tests.campaigns.hammer.records import Alone, TurnRecord, reuse_problem
 from tests.campaigns.hammer.rounds import run_round
 
 SEEN = (
@@ -35,6 +36,12 @@ def test_80_requests_32_at_a_time_leak_no_canary_and_equal_the_same_turns_alone(
     assert [f"{each.sort}: {each.agent}: {each.what}" for each in result.problems] == []
     assert result.compared > 50
     assert [what for what in SEEN if not result.counts[what]] == [], "the hammer no longer does all that it should"
+
+
+@pytest.mark.parametrize(("cached", "is_right"), [(250, True), (256, True), (249, False), (255, False)])
+def test_a_turn_may_reuse_whole_blocks_of_a_cut_one_behind_its_memory(cached: int, is_right: bool) -> None:
+    alone = Alone([], [], "", prompt_tokens=270, expected_cached=250)
+    assert (reuse_problem(TurnRecord("ada", 2, cached_tokens=cached, source="HOT"), alone) == "") is is_right
 
 
 def test_a_campaign_goes_on_after_the_round_that_was_interrupted(tmp_path: Path) -> None:
