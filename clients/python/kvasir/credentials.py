@@ -23,6 +23,7 @@ from kvasir.syncing import sync, sync_directory
 ENGINE, CLIENT, PEER, HANDOVER, ADMIN = "engine", "client", "peer", "handover", "admin"
 ROLES = frozenset({ENGINE, CLIENT, PEER, HANDOVER, ADMIN})
 DEFAULT_NAMESPACE = "default"
+GATEWAY_KEY, GATEWAY_MARK = "conversations.key", "x-kvasir-gateway"  # a file of its state, a header of /healthz
 _MIN_TOKEN_CHARS = 32
 _MAX_FILE_BYTES = 1 << 20
 
@@ -251,6 +252,13 @@ def read_private_text(path: Path) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError:
         raise CredentialFileError(f"{path}: expected UTF-8") from None
+
+
+def gateway_mark(state_dir: Path, home: Path | None) -> str:
+    """A home's gateway shows it at /healthz, so that `kvasir up` takes no other home's gateway for its own. It is made
+    of the key in the gateway's state, and so reveals nothing of the home. Raises CredentialFileError."""
+    key = read_private_text(state_dir / GATEWAY_KEY).strip()
+    return blake3(f"{key} {home}".encode(), derive_key_context="kvasir gateway of a home").hexdigest(16)
 
 
 def _parse(text: str, path: Path) -> dict[str, Any]:

@@ -15,7 +15,15 @@ from pathlib import Path
 
 from kvasir.address import AddressError, AddressTaken, accepts, parse_address
 from kvasir.clients import Tls
-from kvasir.credentials import CredentialFileError, read_credentials, read_private_text, read_token, write_private_text
+from kvasir.credentials import (
+    GATEWAY_KEY,
+    CredentialFileError,
+    gateway_mark,
+    read_credentials,
+    read_private_text,
+    read_token,
+    write_private_text,
+)
 from kvasir.errors import InvalidArgument, KvasirError
 from kvasir.options.finding import ConfigError, add_options, read
 from kvasir.options.gateway import GatewayTable
@@ -121,6 +129,7 @@ async def serve(settings: GatewayTable) -> None:
             now=sources.now,
             clock=sources.clock,
             new_request_id=sources.new_id,
+            mark=gateway_mark(settings.state_dir, settings.home),
         )
         app = Gateway(around).app()  # before the engine is there, of which nobody waits for it then
         for address in settings.engine:
@@ -208,7 +217,7 @@ async def _wellness(engine: EngineLink, reloading: Reloading) -> Wellness:
 
 def _key(state_dir: Path) -> bytes:
     """The key of conversations' digests and of thoughts, made once. Raises CredentialFileError."""
-    path = state_dir / "conversations.key"
+    path = state_dir / GATEWAY_KEY
     with contextlib.suppress(FileExistsError):
         write_private_text(path, secrets.token_hex(32))
     text = read_private_text(path).strip()

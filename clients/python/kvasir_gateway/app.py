@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 from kvasir.call_context import name_call
+from kvasir.credentials import GATEWAY_MARK
 from kvasir.errors import Internal, InvalidArgument, KvasirError, NotFound
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.names import check_agent_id
@@ -77,6 +78,7 @@ class Surroundings:
     now: Callable[[], float]  # Unix seconds
     clock: Callable[[], float]
     new_request_id: Callable[[], str]
+    mark: str = ""  # whose gateway this is
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +293,7 @@ class Gateway:
 
     async def _healthz(self, _call: Call) -> Response:
         wellness = await self._around.engine.wellness()
-        return JSONResponse(wellness.body(), wellness.http_status)
+        return JSONResponse(wellness.body(), wellness.http_status, {GATEWAY_MARK: self._around.mark})
 
     async def _describe(self, _call: Call) -> Response:
         return Response(self._document, media_type="application/json")

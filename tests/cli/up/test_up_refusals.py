@@ -17,9 +17,11 @@ from kvasir.cli.caller import Caller
 from kvasir.cli.running import checks
 from kvasir.cli.running.home import Home
 from kvasir.cli.running.own_credentials import make_credentials
-from kvasir.cli.running.plan import Plan
+from kvasir.cli.running.plan import Plan, plan_of
 from kvasir.cli.running.starting import detached
 from kvasir.cli.running.supervisor import NotStartedError
+from kvasir.cli.settings.asked import asked_of
+from kvasir.cli.settings.flags import given_flags
 from kvasir.credentials import read_credentials, read_token
 from kvasir.errors import FailedPrecondition, Unavailable
 
@@ -27,6 +29,9 @@ from inference_svc.model import kvasir_tiny
 from tests.cli.certificates import make_certificate
 from tests.cli.running import in_process
 from tests.running import in_memory
+from tests.running.ports import free_port
+from tests.running.programs import Program
+from tests.running.waiting import eventually
 
 WRONG = {
     "a policy": ("--kv-policy", "q3"),
@@ -234,6 +239,27 @@ def test_two_homes_that_start_at_once_choose_two_ports_for_their_gateways(
     assert len(set(chosen)) == 2
     assert in_process("--home", tmp_path / "one", "up").code == 0
     assert chosen[2] == chosen[0], "it is free again"
+
+
+def test_a_home_takes_no_other_homes_gateway_for_its_own(tmp_path: Path) -> None:
+    """Of two homes that started at once at one address, the second reported that it was ready at the first one's."""
+    address = f"127.0.0.1:{free_port()}"
+    homes = [Home(tmp_path / name) for name in ("one", "other")]
+    with ExitStack() as exits:
+        for home in homes:
+            home.make()
+            make_credentials(home)
+            (home.run / "engine.sock").touch()  # then its gateway does not wait for it
+        of_one, of_other = (plan_of(asked_of(home, given_flags({"http": address}), None)).gateway for home in homes)
+        assert of_one is not None
+        assert of_other is not None
+        log = tmp_path / "one.log"
+        program = Program("kvasir_gateway", of_one.argv()[3:], out=log, err=log)
+        exits.callback(program.kill)
+        eventually(lambda: asyncio.run(of_one.service().is_ready()))
+        assert not asyncio.run(of_other.service().is_ready()), "it has no key yet"
+        shutil.copytree(homes[0].gateway_state, homes[1].gateway_state, dirs_exist_ok=True)
+        assert not asyncio.run(of_other.service().is_ready()), "a copy of a home is another home"
 
 
 @pytest.mark.parametrize("is_taken", [True, False])

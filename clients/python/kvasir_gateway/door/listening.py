@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import uvicorn
-from kvasir.address import TCP_FORMS, parse_address
+from kvasir.address import TCP_FORMS, AddressTaken, parse_address
 from kvasir.errors import InvalidArgument
 from kvasir.waits import ANSWER_S, SWITCH_S
 
@@ -73,13 +73,17 @@ async def serve_app(app: object, listener: socket.socket, connections: Connectio
 
 
 def listener_at(address: str) -> socket.socket:
-    """Raises InvalidArgument for an address that other machines reach, AddressError, and OSError."""
+    """Raises InvalidArgument for an address that other machines reach, and AddressError."""
     host, port = _loopback(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named: asyncio sets TCP_NODELAY by it
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((host, port))
-    listener.listen(1024)
+    try:
+        listener.bind((host, port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise AddressTaken(f"--listen {address}: {error.strerror or error}") from None
     listener.setblocking(False)
     return listener
 

@@ -275,7 +275,7 @@ def _address_in_use(text: str, option: str, why: str | None) -> FailedPreconditi
 
 def claim(listen: str) -> socket.socket | None:
     """Keeps a gateway's port for one home, until it is closed: the gateway listens only once its engine is there, and
-    another home would take that gateway for its own. It is the UDP port of this number. None where it is in use."""
+    another home would choose the port, too. It is the UDP port of this number. None where it is in use."""
     address = parse_address(listen)
     claimed = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     try:

@@ -7,6 +7,7 @@ import json
 
 from kvasir.address import accepts, parse_address
 from kvasir.cli.running.home import Endpoint
+from kvasir.credentials import GATEWAY_MARK
 from kvasir.errors import InvalidArgument
 
 STORE_SERVICE = "kvasir.cachestore.v1.CacheStoreService"
@@ -44,13 +45,16 @@ async def health(endpoint: Endpoint, service: str, timeout_s: float = 1.0) -> He
     return Health.READY if answer.status == health_pb2.HealthCheckResponse.SERVING else Health.NOT_READY
 
 
-async def http_health(address: str, timeout_s: float = 1.0) -> Health:
-    """How the gateway at HOST:PORT is, which is as well as its engine and store are."""
+async def http_health(address: str, timeout_s: float = 1.0, mark: str | None = None) -> Health:
+    """How the gateway at HOST:PORT is, which is as well as its engine and store are. One that shows another mark than
+    the given one belongs to another home."""
     try:
-        status, _ = await asyncio.to_thread(_healthz, address, timeout_s)
+        status, _, shown = await asyncio.to_thread(_healthz, address, timeout_s)
     except ConnectionError:
         return Health.STOPPED
     except (OSError, http.client.HTTPException):
+        return Health.SILENT
+    if mark is not None and shown != mark:
         return Health.SILENT
     return Health.READY if status == http.client.OK else Health.NOT_READY
 
@@ -58,19 +62,19 @@ async def http_health(address: str, timeout_s: float = 1.0) -> Health:
 def problems_at(text: str, timeout_s: float) -> list[str]:
     """Why the service is not well whose /healthz is at HOST:PORT; nothing where nobody answers, or no address is."""
     try:
-        _, body = _healthz(text, timeout_s) if text else (0, b"{}")
+        _, body, _ = _healthz(text, timeout_s) if text else (0, b"{}", "")
         return [f"{each['message']} ({each['reason']})" for each in json.loads(body).get("problems", [])]
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, AttributeError):
         return []
 
 
-def _healthz(text: str, timeout_s: float) -> tuple[int, bytes]:
+def _healthz(text: str, timeout_s: float) -> tuple[int, bytes, str]:
     address = parse_address(text)
     connection = http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
     try:
         connection.request("GET", "/healthz")
         answer = connection.getresponse()
-        return answer.status, answer.read(_MAX_BODY_BYTES)
+        return answer.status, answer.read(_MAX_BODY_BYTES), answer.headers.get(GATEWAY_MARK, "")
     finally:
         connection.close()
 

@@ -15,6 +15,7 @@ from kvasir.cli.running.own_credentials import OPERATORS, SERVICE_ADMINS
 from kvasir.cli.running.program import MODULE
 from kvasir.cli.running.supervisor import Service
 from kvasir.cli.settings.asked import Asked
+from kvasir.credentials import CredentialFileError, gateway_mark
 from kvasir.options.engine import EngineTable
 from kvasir.options.finding import command_line
 from kvasir.options.gateway import GatewayTable
@@ -60,7 +61,11 @@ class ServiceProcess:
 
     async def _answers(self) -> bool:
         if self.name == "http":  # it reports that it is unwell as long as its engine is away, and lives
-            return await http_health(self.endpoint.address) in (Health.READY, Health.NOT_READY)
+            try:  # of two homes that start at one address, the first one's answers both
+                mark = gateway_mark(Path(str(self.options["state_dir"])), Path(str(self.options["home"])))
+            except CredentialFileError:  # it has not made its key yet
+                return False
+            return await http_health(self.endpoint.address, mark=mark) in (Health.READY, Health.NOT_READY)
         return await is_ready(self.endpoint, STORE_SERVICE if self.name == "store" else ENGINE_SERVICE)
 
 
