@@ -4,9 +4,11 @@ import contextlib
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -216,3 +218,22 @@ def test_a_home_of_the_background_is_taken_over_after_a_kill_and_goes_down() -> 
     finally:
         cli("down")
         shutil.rmtree(home)
+
+
+@pytest.mark.long(7)
+def test_a_home_on_a_full_disk_reports_at_its_end_what_it_did_not_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's log, which takes no line either, had no number, and all seemed to be stored."""
+    cli = Cli(in_memory.home())
+    try:
+        (full := cli.home / "full.toml").write_text(f"[store]\nfree-disk-reserve-bytes = {1 << 60}\n")
+        up = cli.done("up", "-d", "--no-http", "--json", "--config", str(full)).value
+        assert cli("chat", "ada", "--once", "Hello.", "--max-tokens", "4").code == 1
+        if sys.platform == "linux":  # elsewhere its log takes the line, and has the same number
+            resource.prlimit(up["engine_pid"], resource.RLIMIT_FSIZE, (0, 0))
+        usage = shutil.disk_usage(cli.home)
+        monkeypatch.setattr("shutil.disk_usage", lambda _path: usage._replace(free=0))
+        down = in_process("--home", cli.home, "--json", "down")
+        assert (down.code, down.value["not_stored"]) == (1, 1)
+    finally:
+        cli("down")
+        shutil.rmtree(cli.home)

@@ -36,6 +36,8 @@ _SEALED, _DESTROYED = "NAMESPACE_SEALED", "its key was destroyed"
 # As an engine's log, in either form, tells how many hot memories went with a model that it unloaded.
 _DROPPED = re.compile(r"(?=.*\bmodel\.unloaded\b).*\bdropped\"?[=:] ?(\d+)")
 
+_LOG_ROOM_BYTES = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class ServiceState:
@@ -120,8 +122,10 @@ def down(caller: Caller) -> None:
     with 1 if the store did not store all newest turns, or if that is unknown because the engine had to be killed."""
     log, running = GrowingLog(caller.home.logs / "engine.log"), caller.home.running()
     with caller.busy("stopping"):
+        failed = _failed_beside_full_log(caller, running)
         ended = end_group(caller.home, caller.say)
-    dropped = sum(int(told[1]) for line in log.new_lines() if (told := _DROPPED.search(line)))
+    logged = [int(match[1]) for line in log.new_lines() if (match := _DROPPED.search(line))]
+    dropped = sum(logged) if logged else failed
     if not is_led(caller.home):  # a new `kvasir up` may have begun meanwhile
         caller.home.running_file.unlink(missing_ok=True)
     root = caller.home.root
@@ -133,6 +137,15 @@ def down(caller: Caller) -> None:
     caller.result(answer, text)
     if dropped or ended.is_engine_killed:
         raise typer.Exit(PROBLEMS)
+
+
+def _failed_beside_full_log(caller: Caller, running: Running | None) -> int:
+    """How many agents' newest turns the store did not take, where the engine's log may take no line of it."""
+    with contextlib.suppress(KvasirError, ValueError, OSError):
+        if running is not None and running.engine and shutil.disk_usage(caller.home.logs).free < _LOG_ROOM_BYTES:
+            owed: dict[str, int] = _engine_facts(caller)[0]["owed"]
+            return owed["failed"]
+    return 0
 
 
 def status(caller: Caller) -> None:
