@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from kvasir.clients import Reply
 from kvasir.common.v1.message_pb2 import ToolCall
-from kvasir.errors import Unavailable
+from kvasir.errors import NotFound, Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir_gateway.answering import EventStream, StreamForm
 from kvasir_gateway.errors import api_of, ended_by
@@ -26,6 +26,15 @@ from tests.gateway.serving import MODEL
 def cached(response: Any) -> int:
     assert response.usage is not None
     return int(response.usage.input_tokens_details.cached_tokens)
+
+
+@pytest.mark.parametrize("agent", ["", "ada\0", "a" * 257, "e\u0301"])
+def test_an_id_of_no_agents_name_is_not_remembered(agent: str) -> None:
+    """As one of which a character was lost; it was refused as a wrong agent_id, which the request has not."""
+    given = "resp_0" + base64.urlsafe_b64encode(f"0\ndigest\nrequest\n{agent}".encode()).decode().rstrip("=")
+    with pytest.raises(NotFound) as caught:
+        openai_responses.place_of(given)
+    assert (caught.value.reason, caught.value.field) == ("RESPONSE_NOT_FOUND", "previous_response_id")
 
 
 @pytest.mark.long(2)

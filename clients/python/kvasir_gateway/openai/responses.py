@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Le, MaxLen, MinLen
 from kvasir.errors import InvalidArgument, NotFound
 from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.names import check_agent_id
 from pydantic import Field, PrivateAttr
 
 from kvasir_gateway import turn as turns
@@ -236,7 +237,11 @@ def place_of(given: str, field: str = "previous_response_id") -> turns.Place:
     except (binascii.Error, UnicodeDecodeError):
         raise lost(given, field) from None
     number, digest, request_id, agent_id = (*names.split("\n", 3), "", "", "")[:4]
-    if not agent_id or not re.fullmatch("[0-9]{1,6}", number):
+    try:
+        check_agent_id(agent_id)
+    except InvalidArgument:
+        raise lost(given, field) from None
+    if not re.fullmatch("[0-9]{1,6}", number):
         raise lost(given, field)
     return turns.Place(agent_id, request_id, int(number), digest, match[1] == "resp_1", int(match[3] or 0))
 
