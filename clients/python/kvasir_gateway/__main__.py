@@ -114,8 +114,7 @@ async def serve(settings: GatewayTable) -> None:
         sessions = Sessions(gate, clock=uptime_s, new_secret=partial(secrets.token_urlsafe, 32))
         key = _key(settings.state_dir)
         aliases = Aliases(settings.alias)
-        new_name = partial(secrets.token_hex, 6)
-        conversations = Conversations(key, new_name=new_name, now=partial(datetime.now, UTC))
+        conversations = Conversations(key, new_name=partial(secrets.token_hex, 6), now=partial(datetime.now, UTC))
         around = Surroundings(
             engine=engine,
             gate=gate,
