@@ -11,6 +11,7 @@ from typing import Any
 
 from blake3 import blake3
 from kvasir.credentials import replace_private_text
+from kvasir.formats.digest import hash_of_file
 
 from inference_svc.model.weights.weight_files import WeightFile, file_identity, weight_paths
 
@@ -95,7 +96,8 @@ def _computing_config(directory: Path) -> bytes:
 
 
 def _file_digest(path: Path) -> str:
-    return str(blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest())
+    with path.open("rb", buffering=0) as file:
+        return hash_of_file(file)
 
 
 def _identified(directory: Path) -> list[tuple[str, Path]]:

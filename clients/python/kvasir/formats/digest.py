@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import BinaryIO, TypeAlias
 
 from blake3 import blake3
 
@@ -16,6 +16,7 @@ _HASH_DIGITS = 64
 _HASH = re.compile(r"[0-9a-f]{64}")
 # From this size on, several threads hash faster than one.
 _MANY_THREADS_BYTES = 1 << 20
+_PIECE_BYTES = 4 << 20
 
 
 def is_hash(text: str) -> bool:
@@ -107,3 +108,11 @@ class Hasher:
 
     def digest(self) -> Digest:
         return Digest(self._blake3.hexdigest(), self.size_bytes)
+
+
+def hash_of_file(file: BinaryIO) -> str:
+    """Of an unbuffered file, which is read: one that is mapped, and then cut short, ends this process."""
+    hasher, piece = Hasher(_PIECE_BYTES), memoryview(bytearray(_PIECE_BYTES))
+    while count := file.readinto(piece):  # type: ignore[attr-defined]
+        hasher.update(piece[:count])
+    return hasher.digest().hash
