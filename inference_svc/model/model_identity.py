@@ -1,6 +1,7 @@
 """A model's identity: digests of weights (with the configuration that changes them), tokenizer and template."""
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -11,9 +12,10 @@ from typing import Any
 
 from blake3 import blake3
 from kvasir.credentials import replace_private_text
+from kvasir.errors import FailedPrecondition
 from kvasir.formats.digest import hash_of_file
 
-from inference_svc.model.weights.weight_files import WeightFile, file_identity, weight_paths
+from inference_svc.model.weights.weight_files import WeightFile, changed_files, file_identity, weight_paths
 
 # Fields of config.json that change no KV: the model's origin, the type it was saved in, and how text is made.
 _NO_PART_OF_WEIGHTS = frozenset(
@@ -35,14 +37,15 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 
 def weights_digest(directory: Path, cache_dir: Path, made: Mapping[str, str] | None = None) -> str:
     """BLAKE3 of the model's weights files, in name order, and of its configuration. A file's digest is kept in
-    `cache_dir` under its device, inode, size and modification time, so that a large model is read once. The cache is
-    only a shortcut: when it cannot be read or written, the files are read again. `made`: by `begin_digests`.
+    `cache_dir` under its device, inode, size and times, so that a large model is read once. The cache is only a
+    shortcut: when it cannot be read or written, the files are read again. `made`: by `begin_digests`. Raises
+    FailedPrecondition for a file that changes meanwhile.
     """
     known = _read_cache(cache_dir / _CACHE_FILE)
-    files = _identified(directory)
+    files = [(_file_identity(path), path) for path in weight_paths(directory)]
     there = {**(made or {}), **known}
-    digests = {identity: there.get(identity) or _file_digest(path) for identity, path in files}
-    if not digests.items() <= known.items() and files == _identified(directory):
+    digests = {identity: there.get(identity) or _file_digest(path, identity) for identity, path in files}
+    if not digests.items() <= known.items():
         _write_cache(cache_dir / _CACHE_FILE, {**known, **digests})
     hasher = blake3(b"kvasir.weights.v1")
     for identity, _ in files:  # of which some may be one: links
@@ -58,12 +61,10 @@ def begin_digests(files: Sequence[WeightFile], cache_dir: Path) -> "Future[Mappi
     def hash_files() -> None:
         made = dict[str, str]()
         try:
-            with suppress(OSError):  # who needs the digest reads the file again
+            with suppress(OSError, FailedPrecondition):  # who needs the digest reads the file again
                 known = _read_cache(cache_dir / _CACHE_FILE)
                 for file in files:
-                    digest = known.get(file.identity) or _file_digest(file.path)
-                    if _file_identity(file.path) == file.identity:  # else it may be another file's
-                        made[file.identity] = digest
+                    made[file.identity] = known.get(file.identity) or _file_digest(file.path, file.identity)
         finally:
             found.set_result(made)
 
@@ -95,13 +96,13 @@ def _computing_config(directory: Path) -> bytes:
     return json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _file_digest(path: Path) -> str:
+def _file_digest(path: Path, identity: str) -> str:
+    """Of the file of this identity. Raises FailedPrecondition if another has its name, or if it changed meanwhile."""
     with path.open("rb", buffering=0) as file:
-        return hash_of_file(file)
-
-
-def _identified(directory: Path) -> list[tuple[str, Path]]:
-    return [(_file_identity(path), path) for path in weight_paths(directory)]
+        digest = hash_of_file(file)
+        if file_identity(os.fstat(file.fileno())) != identity:
+            raise changed_files()
+    return digest
 
 
 def _file_identity(path: Path) -> str:

@@ -33,8 +33,8 @@ class WeightFile:
 
 
 def file_identity(status: os.stat_result) -> str:
-    """Changes when a file is replaced, and when it is written to; not behind its time."""
-    return f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
+    """Changes when a file is replaced, written to, or renamed, even if it is then put back as it was."""
+    return f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
 
 
 def weight_paths(directory: Path) -> list[Path]:
@@ -76,9 +76,13 @@ def check_unchanged(directory: Path, files: Sequence[WeightFile], texts: Mapping
     except OSError:
         now = {}
     if now != {**{file.path: file.identity for file in files}, **texts}:
-        raise FailedPrecondition.of(
-            "model", "its files changed while they were read; load it again", reason="MODEL_NOT_LOADABLE"
-        )
+        raise changed_files()
+
+
+def changed_files() -> FailedPrecondition:
+    return FailedPrecondition.of(
+        "model", "its files changed while they were read; load it again", reason="MODEL_NOT_LOADABLE"
+    )
 
 
 class _Damaged(Exception):

@@ -1,5 +1,6 @@
 """A kept digest is checked behind the start, against the bytes."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -18,19 +19,25 @@ def checked(directory: Path, state: Path) -> list[str]:
     return [str(line["event"]) for line in logs]
 
 
-def test_weights_that_changed_behind_their_time_are_reported_and_hashed_anew(tmp_path: Path) -> None:
+def test_weights_that_changed_on_the_disk_are_reported_and_hashed_again(tmp_path: Path) -> None:
+    directory = write_family(tmp_path / "model", LLAMA31)
+    right = weights_digest(directory, tmp_path)
+    assert checked(directory, tmp_path) == []
+    [cache] = tmp_path.glob("*.json")
+    cache.write_text(json.dumps(dict.fromkeys(json.loads(cache.read_text()), "0" * 64)))
+    assert weights_digest(directory, tmp_path) != right, "a start believes what is kept"
+    assert checked(directory, tmp_path) == ["weights.changed"]
+    assert weights_digest(directory, tmp_path) == right
+
+
+def test_weights_that_changed_behind_their_time_are_hashed_again(tmp_path: Path) -> None:
     directory = write_family(tmp_path / "model", LLAMA31)
     path = directory / "model.safetensors"
-    before = weights_digest(directory, tmp_path)
-    assert checked(directory, tmp_path) == []
-    times = path.stat()
+    before, times = weights_digest(directory, tmp_path), path.stat()
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
-    with path.open("r+b") as file:
-        file.write(content)
+    path.write_bytes(content)
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert weights_digest(directory, tmp_path) == before, "a start believes what is kept"
-    assert checked(directory, tmp_path) == ["weights.changed"]
     assert weights_digest(directory, tmp_path) != before
 
 

@@ -75,7 +75,7 @@ print("lives")
     ("module", "name", "call"),
     [
         ("kvasir.store_for_mlx_lm.weights", "weights_of", "weights_of([sys.argv[1]])"),
-        ("inference_svc.model.model_identity", "_file_digest", "_file_digest(path)"),
+        ("inference_svc.model.model_identity", "weights_digest", "weights_digest(path.parent, Path())"),
     ],
 )
 def test_a_file_that_is_cut_short_while_it_is_hashed_ends_no_process(

@@ -4,14 +4,16 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from kvasir.errors import FailedPrecondition
 
 from inference_svc.first_model import FirstModel
 from inference_svc.kv.attention import host_copy
@@ -158,9 +160,9 @@ def test_weights_begin_before_the_modules_that_load_a_model() -> None:
 def test_each_file_is_hashed_once_beside_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed, hash_file = list[Path](), model_identity._file_digest
 
-    def counted(path: Path) -> str:
+    def counted(path: Path, identity: str) -> str:
         hashed.append(path)
-        return hash_file(path)
+        return hash_file(path, identity)
 
     monkeypatch.setattr(model_identity, "_file_digest", counted)
     directory = write_family(tmp_path / "model", LLAMA31)
@@ -178,10 +180,10 @@ def test_a_file_that_changes_while_it_is_hashed_has_no_digest(tmp_path: Path, mo
     other = write_family(tmp_path / "other", LLAMA31, seed=5) / "model.safetensors"
     hash_file = model_identity._file_digest
 
-    def replaced(path: Path) -> str:
+    def replaced(path: Path, identity: str) -> str:
         if other.exists():
             other.replace(path)
-        return hash_file(path)
+        return hash_file(path, identity)
 
     monkeypatch.setattr(model_identity, "_file_digest", replaced)
     assert begin_digests(files, tmp_path).result(60) == {}
@@ -192,22 +194,66 @@ def test_a_file_that_changes_while_it_is_hashed_has_no_digest(tmp_path: Path, mo
 def test_a_file_that_was_away_while_its_name_was_hashed_keeps_its_digest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other weights had its name meanwhile. Else it would be served under theirs, and their memories by it."""
-    directory = write_family(tmp_path / "model", LLAMA31)
-    [file], right = weight_files(directory), weights_digest(directory, tmp_path / "apart")
-    other = write_family(tmp_path / "other", LLAMA31, seed=5) / "model.safetensors"
-    hash_file = model_identity._file_digest
+    """Other weights had its name meanwhile, as links of a downloaded model have. Else it would be served under theirs,
+    and their memories by it.
+    """
+    directory, other = (write_family(tmp_path / name, LLAMA31, seed=len(name)) for name in ("model", "other one"))
+    right, path = weights_digest(directory, tmp_path / "apart"), directory / "model.safetensors"
+    ours = path.rename(tmp_path / "ours")
+    path.symlink_to(ours)
+    digest_file, hash_file = model_identity._file_digest, model_identity.hash_of_file
 
-    def replaced(path: Path) -> str:
-        path.rename(tmp_path / "away")
-        other.rename(path)
-        return hash_file(path)
+    def lead_to(target: Path) -> None:
+        (tmp_path / "link").symlink_to(target)
+        (tmp_path / "link").replace(path)
+
+    def replaced(path: Path, identity: str) -> str:
+        lead_to(other / path.name)
+        return digest_file(path, identity)
+
+    def put_back(file: BinaryIO) -> str:
+        digest = hash_file(file)
+        lead_to(ours)
+        return digest
 
     with monkeypatch.context() as patched:
         patched.setattr(model_identity, "_file_digest", replaced)
-        assert weights_digest(directory, tmp_path) != right
-    (tmp_path / "away").rename(file.path)
+        check_refused_while(patched, put_back, directory, tmp_path)
     assert weights_digest(directory, tmp_path) == right
+
+
+def test_a_file_that_had_other_bytes_while_it_was_hashed_keeps_its_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where they were put back, with their time."""
+    directory = write_family(tmp_path / "model", LLAMA31)
+    right, path = weights_digest(directory, tmp_path / "apart"), directory / "model.safetensors"
+    content, hash_file = path.read_bytes(), model_identity.hash_of_file
+
+    def write(content: bytes) -> None:
+        times = path.stat()
+        path.write_bytes(content)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+    def written(file: BinaryIO) -> str:
+        write(content[:-1] + bytes([content[-1] ^ 1]))
+        time.sleep(0.02)  # the clock of a file's times goes in steps
+        digest = hash_file(file)
+        write(content)
+        return digest
+
+    check_refused_while(monkeypatch, written, directory, tmp_path)
+    assert weights_digest(directory, tmp_path) == right
+
+
+def check_refused_while(
+    monkeypatch: pytest.MonkeyPatch, hash_file: Callable[[BinaryIO], str], directory: Path, cache_dir: Path
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(model_identity, "hash_of_file", hash_file)
+        assert begin_digests(weight_files(directory), cache_dir).result(60) == {}
+        with pytest.raises(FailedPrecondition, match="changed while they were read"):
+            weights_digest(directory, cache_dir)
 
 
 @pytest.mark.parametrize("content", ["[" * 200_000, "[", "\xff"], ids=["deep", "cut", "no text"])
