@@ -40,21 +40,22 @@ class HandOff:
 
     A message for each token of many readers would keep the loop, and with it the interpreter, which the engine's thread
     needs, for as long as a device's step. So their tokens come once in `LOOK_S`. No gap grows beyond that: tokens that
-    come later go on at once.
+    come later go on at once, and so do those of a reader who had none then.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._waiting: list[tuple[Callable[..., None], tuple[object, ...]]] = []
+        self._waiting: list[tuple[Callable[..., None], tuple[object, ...], bool]] = []
         self._lock = Lock()
         self._is_scheduled = False
-        self._pause: asyncio.TimerHandle | None = None  # until its end, tokens wait
+        self._pause: asyncio.TimerHandle | None = None
+        self._paused: set[Callable[..., None]] = set()  # until its end, tokens of these wait
 
     def send(self, deliver: Callable[..., None], *values: object, can_wait: bool = False) -> None:
         """`can_wait`: for the end of a pause. Other events take along all that waits."""
         with self._lock:
-            self._waiting.append((deliver, values))
-            if self._is_scheduled or (can_wait and self._pause is not None) or self._loop.is_closed():
+            self._waiting.append((deliver, values, can_wait))
+            if self._is_scheduled or (can_wait and deliver in self._paused) or self._loop.is_closed():
                 return
             self._is_scheduled = True
         self._loop.call_soon_threadsafe(self._deliver)
@@ -65,9 +66,10 @@ class HandOff:
             self._is_scheduled = False
             if self._pause is not None:
                 self._pause.cancel()
-            readers = {deliver for deliver, _ in batch}
-            self._pause = self._loop.call_later(LOOK_S, self._deliver) if len(readers) > _FEW else None
-        for deliver, values in batch:
+            readers = {deliver for deliver, _, can_wait in batch if can_wait}
+            self._paused = readers if len(readers) > _FEW else set()
+            self._pause = self._loop.call_later(LOOK_S, self._deliver) if self._paused else None
+        for deliver, values, _ in batch:
             deliver(*values)
 
 

@@ -434,8 +434,9 @@ def counted_steps(*steps: tuple[int, bool]) -> tuple[list[int], list[int]]:
 
     async def handing_over() -> tuple[list[int], list[int]]:
         handoff, heard, counts = HandOff(asyncio.get_running_loop()), list[int](), list[int]()
+        deliveries = readers(max(turns for turns, _ in steps), heard)
         for number, (turns, can_wait) in enumerate(steps):
-            for deliver in readers(turns, heard):
+            for deliver in deliveries[:turns]:
                 handoff.send(deliver, number, can_wait=can_wait)
             await asyncio.sleep(0)
             counts.append(len(heard))
@@ -466,6 +467,13 @@ def test_tokens_of_many_readers_wait_for_a_pause_but_not_behind_what_cannot_wait
     counts, heard = counted_steps((5, True), (5, True), (1, False), (5, True), (1, False))
     assert counts == [5, 5, 11, 11, 17]
     assert heard == sorted(heard)
+
+
+def test_no_reader_waits_for_a_pause_that_others_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have waited for a pass already. Prompts of a pass that say how far they are begin no pause."""
+    monkeypatch.setattr(turn_reporter, "LOOK_S", 60)
+    counts, _ = counted_steps((5, True), (6, True), (6, True), (1, False), (9, False), (9, True))
+    assert counts == [5, 11, 11, 18, 27, 36]
 
 
 async def test_tokens_that_wait_come_when_the_pause_ends() -> None:
