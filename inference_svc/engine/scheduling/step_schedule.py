@@ -17,7 +17,7 @@ from itertools import takewhile
 from typing import Generic
 
 from inference_svc.engine.grid import cut_cell
-from inference_svc.engine.scheduling.company import Company
+from inference_svc.engine.scheduling.company import Company, Namespace
 from inference_svc.engine.scheduling.gaps import Gaps, StandingAside
 from inference_svc.engine.scheduling.pacing import SharedTime, StepPace
 from inference_svc.engine.scheduling.schedulable import RUNNING, Rules, Schedulable, SharedPass, Status, TurnT
@@ -258,7 +258,8 @@ class StepSchedule(Generic[TurnT]):
         urgent = [
             each for each in prefilling if urgency.is_pressing(each) or (ages and urgency.is_urgent(each, pressing))
         ]
-        return [turn for turn in urgent or prefilling if not self._owes(turn)]
+        owing = {name for name in {turn.namespace for turn in prefilling} if self._owes(name)}
+        return [turn for turn in urgent or prefilling if turn.namespace not in owing]
 
     def _next_of(self, turns: Collection[TurnT]) -> TurnT:
         """Of the namespace that has taken the least time the turn with the shortest rest of a prompt, but first one
@@ -274,19 +275,19 @@ class StepSchedule(Generic[TurnT]):
         is_passed_over = 0 < rest <= turn.schedule.overtaken_tokens
         return (False, 0, 0) if is_passed_over else (True, rest, turn.schedule.served)
 
-    def _owes(self, turn: TurnT) -> bool:
-        """Whether its namespace has taken more of others' time than it may, while they decode."""
-        return self._company.of(turn.namespace).owed_s > 0 and self._is_beside_others(turn)
+    def _owes(self, namespace: Namespace) -> bool:
+        """Whether it has taken more of others' time than it may, while they decode."""
+        return self._company.of(namespace).owed_s > 0 and self._is_beside_others(namespace)
 
-    def _is_beside_others(self, turn: TurnT) -> bool:
-        return any(_is_decoding(other) and other.namespace != turn.namespace for other in self._turns)
+    def _is_beside_others(self, namespace: Namespace) -> bool:
+        return any(other.namespace != namespace and _is_decoding(other) for other in self._turns)
 
     def _serve(self, turn: TurnT, size: int, spent_s: float, beside: Collection[TurnCell[TurnT]] = ()) -> None:
         """`beside`: cells that are computed in the same pass, so none of their turns overtakes another."""
         self._served += 2
         place = self._company.of(turn.namespace)
         place.served = self._served
-        self._time.shares_next(place, max(1, size), owes=self._is_beside_others(turn))
+        self._time.shares_next(place, max(1, size), owes=self._is_beside_others(turn.namespace))
         record, least = turn.schedule, self._rules.least_tokens
         for other in self._overtaken_by(turn) - {cell.turn for cell in beside}:
             other.schedule.overtaken_tokens += max(size, least)

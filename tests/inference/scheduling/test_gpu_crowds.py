@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from inference_svc.engine.scheduling.schedulable import Rules, SharedPass, Status
+from inference_svc.engine.scheduling.step_schedule import Grant
 from tests.inference.scheduling.scheduling_world import Job, World
 from tests.made_models.sampling import sampled
 
@@ -186,3 +187,35 @@ def test_a_replys_second_token_waits_for_one_pass_and_a_step() -> None:
     world.run()
     waits_s = [second_s - first_s for first_s, second_s, *_ in (world.times_s[job] for job in jobs)]
     assert max(waits_s) <= GPU.longest_gap_s
+
+
+class _Watched(Job):
+    looks = 0
+
+    @property
+    def status(self) -> Status:
+        _Watched.looks += 1
+        return super().status
+
+
+@pytest.mark.parametrize("namespace", [None, "a"])
+def test_a_grant_in_a_crowd_looks_at_each_turn_a_few_times(namespace: str | None) -> None:
+    """Streams wait for the processor, too: 64 turns were looked at so often that a grant took it 2 ms."""
+    world, others = Gpu(rules=GPU), Job(CELL, 60, namespace="b")
+    jobs = [_Watched(CELL, 60, cell_tokens=CELL, namespace=namespace) for _ in range(64)]
+    world.submit(*jobs, *([others] if namespace else ()))
+    while jobs[31].generated < 3:
+        world.step()
+    looks, scheduler = [], world.scheduler
+    real = scheduler.grant
+
+    def grant(spent_s: float, *, is_behind_step: bool) -> Grant[Job] | None:
+        _Watched.looks = 0
+        found = real(spent_s, is_behind_step=is_behind_step)
+        looks.append(_Watched.looks)
+        return found
+
+    scheduler.grant = grant  # type: ignore[method-assign]
+    for _ in range(4):
+        world.step()
+    assert max(looks) <= 8 * len(jobs)
