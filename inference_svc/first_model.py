@@ -23,6 +23,7 @@ from kvasir.waits import giving_way
 
 from inference_svc.engine.mlx_thread import MlxThread
 from inference_svc.kv.attention.host_copy import copies_itself
+from inference_svc.kv.kept_files import KeptDirs, kept_folder
 from inference_svc.machine.kv_budget import claims_of_device, total_bytes, weights_on_disk
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.device_memory import prepare_device
@@ -112,16 +113,21 @@ class FirstModel:
         prepare_device()
         coming = ComingWeights(weight_files(directory)) if copies_itself() and not copies else None
         self._is_imported.wait()
-        options = {"kernels": kernels, "cache_dir": self._state_dir, "coming": coming}
-        return _load(directory, compute_type, copies_weights=copies, **options)
+        kept = KeptDirs(self._state_dir, kept_folder())
+        return _load(directory, compute_type, copies_weights=copies, kernels=kernels, kept=kept, coming=coming)
 
     def _load(
-        self, directory: Path, compute_type: str | None, *, copies_weights: bool, kernels: "Wanted", cache_dir: Path
+        self,
+        directory: Path,
+        compute_type: str | None,
+        *,
+        copies_weights: bool,
+        kernels: "Wanted",
+        kept: KeptDirs,
     ) -> "LoadedModel":
         loaded, self._loaded = self._loaded, None
         if loaded is None or (directory, compute_type, copies_weights, kernels) != self._given:
-            options = {"kernels": kernels, "cache_dir": cache_dir}
-            return _load(directory, compute_type, copies_weights=copies_weights, **options)
+            return _load(directory, compute_type, copies_weights=copies_weights, kernels=kernels, kept=kept)
         return loaded
 
     def _start(self, make_worker: Callable[[], Any]) -> MlxThread[Any]:

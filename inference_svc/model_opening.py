@@ -12,6 +12,7 @@ from kvasir.waits import uptime_s
 from inference_svc.config import EngineSettings
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.scheduling.schedulable import DraftRules
+from inference_svc.kv.kept_files import kept_folder
 from inference_svc.kv.policy import PolicyRequest
 from inference_svc.memory.costs_file import CostsFile
 from inference_svc.memory.lines.line_parts import LineParts
@@ -144,6 +145,7 @@ def _least_gap_s(settings: EngineSettings) -> float:
 def _engine_options(settings: EngineSettings) -> dict[str, Any]:
     return {
         "cache_dir": settings.state_dir,
+        "kept_dir": kept_folder(),
         "policy": PolicyRequest.parse(settings.kv_policy, settings.kv_exact_layers),
         "context_tokens": settings.context_tokens,
         "compute_type": settings.compute_type,

@@ -19,6 +19,7 @@ _GRAPH_SETTINGS = {
     "MLX_MAX_MB_PER_BUFFER": "4000",
     "MLX_ENABLE_CACHE_THRASHING_CHECK": "0",
 }
+_SETTINGS = ("MLX_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_")
 _TOTALS = ("max_recommended_working_set_size", "total_memory", "memory_size")
 
 
@@ -52,6 +53,11 @@ def device_name() -> str:
 def card() -> str:
     """The name that no other GPU has, where the device's memory is its own; empty where it is the machine's RAM."""
     return str(mx.device_info().get("uuid", ""))
+
+
+def device_settings() -> str:
+    """The environment's settings of MLX and of CUDA, on which its results may depend."""
+    return "\n".join(sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_SETTINGS)))
 
 
 def keep_for_computing(most_bytes: int) -> None:

@@ -16,6 +16,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from inference_svc.kv.attention.choice import KernelChoice, Wanted
+from inference_svc.kv.kept_files import KeptDirs
 from inference_svc.kv.model_hooks.expert_rows import lay_expert_rows
 from inference_svc.kv.model_hooks.few_rows import take_few_rows
 from inference_svc.kv.model_hooks.joined_steps import has_llamas_blocks, join_steps
@@ -26,6 +27,7 @@ from inference_svc.kv.model_hooks.whole_layers import claim, kinds_of, may_have_
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.device_memory import prepare_device
 from inference_svc.model.model_identity import begin_digests
+from inference_svc.model.probing.probe_memory import kept_checks
 from inference_svc.model.tokenizing import read_tokenizer
 from inference_svc.model.wedlm import layers_config
 from inference_svc.model.weights.placing import ComingWeights, Placement, Tensors, let_go, place_weights
@@ -105,20 +107,20 @@ def load(
     copies_weights: bool = False,
     kernels: Wanted = "auto",
     decodes: bool = True,
-    cache_dir: Path | None = None,
+    kept: KeptDirs | None = None,
     coming: ComingWeights | None = None,
 ) -> LoadedModel:
     """Load on the calling thread, which must be the MLX thread. `compute_type` None: float32 on a CPU, where it is
     fastest, elsewhere the model's own. `copies_weights`: their files may change or go while the model serves.
-    `decodes`: whether it generates. `cache_dir`: of digests, which are made meanwhile. `coming`: of the weights, where
-    it has begun. Code that comes with a model is never run.
+    `decodes`: whether it generates. `kept`: digests, which are made meanwhile, and checks of kernels. `coming`: of
+    the weights, where it has begun. Code that comes with a model is never run.
     """
     if compute_type is not None and compute_type not in COMPUTE_TYPES:
         raise InvalidArgument(f"compute type: expected one of {sorted(COMPUTE_TYPES)}", field="compute_type")
     prepare_device()
     files, placement = coming.files if coming else weight_files(directory), Placement()
     reading = Future[tuple[Any, TokenText]]()
-    digests = begin_digests(files, cache_dir) if cache_dir is not None else None
+    digests = begin_digests(files, kept.home) if kept is not None else None
 
     def take(weights: Tensors) -> None:
         nonlocal placement
@@ -133,7 +135,7 @@ def load(
             choice.takes_layers(is_packed=None)
         return found
 
-    choice = KernelChoice(kernels)
+    choice = KernelChoice(kernels, kept_checks(kept))
     beside = ThreadPoolExecutor(1, "tokenizer")  # before weights come: it takes Python as long as they take
     with _loadable():
         texts = text_identities(directory)

@@ -15,6 +15,7 @@ from kvasir.formats.block_hash import BLOCK_TOKENS
 from inference_svc.formats.grammars import Grammars
 from inference_svc.kv.applied import applied_layers
 from inference_svc.kv.attention.choice import Chosen, Wanted
+from inference_svc.kv.kept_files import KeptDirs
 from inference_svc.kv.policy import PolicyRequest, name_of
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.auto_policy import ChosenPolicy, chosen_policy
@@ -55,6 +56,9 @@ class ModelArguments(TypedDict, total=False):
 
     name: str  # for callers; empty: the name in the model's path
     cache_dir: Required[Path]  # keeps digests of weights by file identity, and the choices of `auto` by that digest
+    kept_dir: (
+        Path | None
+    )  # keeps the findings of probes and checks on a GPU, for all of a user's homes; None: `cache_dir`
     policy: identity_pb2.KvPolicy | PolicyRequest | None  # None: 4 bits, groups of 64
     context_tokens: int | None
     compute_type: str | None  # None: float32 on a CPU, else the model's own
@@ -74,14 +78,16 @@ def open_model(
     begin_phase("weights")
     directory, cache_dir, compute_type = find_model(model), which["cache_dir"], which.get("compute_type")
     copies, kernels = which.get("copies_weights", False), which.get("kernels", "auto")
-    loaded = load(directory, compute_type, copies_weights=copies, kernels=kernels, cache_dir=cache_dir)
+    kept_dir = which.get("kept_dir") if device() != "cpu" else None
+    kept = KeptDirs(cache_dir, kept_dir)
+    loaded = load(directory, compute_type, copies_weights=copies, kernels=kernels, kept=kept)
     logger.info("weights.loaded how=%s", loaded.placement.in_words)
     begin_phase("identity")
     digest = weights_digest(directory, cache_dir, loaded.digests.result() if loaded.digests else None)
     check_unchanged(directory, loaded.files, loaded.texts)
     begin_phase("probing")
     keep_for_computing(_SPARE_BYTES)
-    probes = ProbeMemory(cache_dir, digest, compute_type, loaded.kernels.conditions)
+    probes = ProbeMemory(kept_dir or cache_dir, digest, compute_type, loaded.kernels.conditions)
     known, batch_invariant = probes.read(), which.get("batch_invariant", False)
     runner = ModelRunner(loaded.model, batch_invariant=batch_invariant, known=known, kernels=loaded.kernels)
     if batch_invariant and runner.is_on_gpu and MaskWindow.of_config(loaded.config) is not None:

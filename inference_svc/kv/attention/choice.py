@@ -25,6 +25,7 @@ from inference_svc.kv.attention.checks import (
 from inference_svc.kv.attention.fused import TYPE_NAMES
 from inference_svc.kv.attention.geometry import has_tiles, why_not
 from inference_svc.kv.attention.hopper import is_hopper
+from inference_svc.kv.attention.kept_checks import KeptChecks
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.codec import layer_codecs
 from inference_svc.kv.page import PageFormat
@@ -63,8 +64,9 @@ def device_dialect() -> Dialect | None:
 class KernelChoice:
     """The choice for one model. A page format is checked when it is first needed, which is before the engine serves."""
 
-    def __init__(self, wanted: Wanted = "auto") -> None:
+    def __init__(self, wanted: Wanted = "auto", kept: KeptChecks | None = None) -> None:
         self._dialect = None if wanted == "reference" else device_dialect()
+        self._kept = kept
         self._found: dict[tuple[PageFormat, mx.Dtype], str] = {}
         self._windows: set[tuple[PageFormat, mx.Dtype]] = set()  # for which windows' kernel is right
         self._failures: list[str] = []
@@ -98,7 +100,7 @@ class KernelChoice:
             return
         for each in sorted(_formats(identity), key=repr):
             check = partial(why_wrong_windows, each, dtype, dialect)
-            if not self._recorded("windows of masks", check, _OPERATIONS):
+            if not self._recorded("windows of masks", check, _OPERATIONS, (each, dtype)):
                 self._windows.add((each, dtype))
 
     def has_windows(self, identity: identity_pb2.KvIdentity, dtype: mx.Dtype) -> bool:
@@ -123,7 +125,8 @@ class KernelChoice:
         """
         if is_packed is None:
             return not self._once("attention of steps", why_wrong_steps)
-        return not self._recorded("whole layers", partial(why_wrong_layers, is_packed=is_packed), _FEW_ROWS)
+        check = partial(why_wrong_layers, is_packed=is_packed)
+        return not self._recorded("whole layers", check, _FEW_ROWS, is_packed)
 
     def chosen(self, identity: identity_pb2.KvIdentity, dtype: mx.Dtype, *, reads_pages: bool) -> Chosen:
         """The implementations for the model with this identity, which computes in a type."""
@@ -138,10 +141,9 @@ class KernelChoice:
             key_rows, value_rows = page_format.key, page_format.value
             rotated = ", rotated" if key_rows.is_rotated else ""
             name = f"pages of K {key_rows.bits} bits{rotated}, V {value_rows.bits} bits, dimension {key_rows.dim}"
-            self._found[key] = self._recorded(name, lambda: why_wrong(page_format, dtype, dialect))
-            if not self._found[key] and (
-                why := self._recorded(f"tiles of {name}", lambda: _why_wrong_tiles(page_format, dtype, dialect), _LANES)
-            ):
+            self._found[key] = self._recorded(name, lambda: why_wrong(page_format, dtype, dialect), of=key)
+            of_tiles = partial(_why_wrong_tiles, page_format, dtype, dialect)
+            if not self._found[key] and (why := self._recorded(f"tiles of {name}", of_tiles, _LANES, key)):
                 tiles.refuse(page_format, TYPE_NAMES[dtype], why)
         return self._found[key]
 
@@ -150,9 +152,15 @@ class KernelChoice:
             self._checked[name] = self._recorded(name, check, serves)
         return self._checked[name]
 
-    def _recorded(self, name: str, check: Callable[[], str], serves: str = REFERENCE) -> str:
-        """The check's result; a failure is logged, and kept for reports."""
-        if why := check():
+    def _recorded(self, name: str, check: Callable[[], str], serves: str = REFERENCE, of: object = None) -> str:
+        """The check's result; a failure is logged, and kept for reports. `of`: its own conditions."""
+        known = f"{name} {of!r}"
+        if self._kept is not None and self._kept.is_right(known):
+            return ""
+        if not (why := check()):
+            if self._kept is not None:
+                self._kept.keep_right(known)
+        else:
             self._failures.append(f"{name}: {why}")
             _LOG.error("kernels.check_failed", kernels=self.conditions, checked=name, why=why, serves=serves)
         return why

@@ -16,7 +16,8 @@ import mlx.core as mx
 import structlog
 
 from inference_svc.kv.attention.kernels import KernelSource, text
-from inference_svc.kv.attention.nvrtc import CompileError, compiled_program, kept_programs
+from inference_svc.kv.attention.nvrtc import CompileError, compiled_program
+from inference_svc.kv.kept_files import kept_folder
 
 _LOG = structlog.get_logger(__name__)
 _TYPES = {
@@ -205,7 +206,7 @@ def _program(
     options = f"--gpu-architecture={target}", "--std=c++17"
     try:
         named, whole = program_text(source, template, types, output_types, threads)
-        return named, compiled_program(whole, options, kept_programs())
+        return named, compiled_program(whole, options, kept_folder("kernels"))
     except CompileError as error:
         _log_refused(target, error)
         return error

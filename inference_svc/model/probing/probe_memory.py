@@ -1,8 +1,7 @@
-"""What probing a model has shown, kept in the state directory under its conditions: weights, types, device, system,
-driver, MLX, mlx-lm and our own code. Only a shortcut: else the model is probed again.
+"""What probing a model and checking kernels have shown, kept under its conditions: weights, types, device, system,
+driver, MLX, mlx-lm and our own code. Only a shortcut: else it is found out again.
 """
 
-import contextlib
 import json
 import platform
 from dataclasses import dataclass
@@ -15,12 +14,13 @@ from typing import Any
 import mlx.core as mx
 from google.protobuf.message import DecodeError
 from kvasir.cachestore.v1 import identity_pb2
-from kvasir.credentials import replace_private_text
 
+from inference_svc.kv.attention.kept_checks import KeptChecks
+from inference_svc.kv.kept_files import KeptDirs, keep_bytes, kept_bytes, named_for
 from inference_svc.kv.layout import Layout
-from inference_svc.model.device_memory import device_name
+from inference_svc.model.device_memory import card, device_bytes, device_name, device_settings
 
-_FOLDER = "probes"
+_FOLDER, _CHECKS = "probes", "checks"
 _OURS = Path(__file__).parents[2]
 _DRIVER = Path("/proc/driver/nvidia/version")
 _TYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -38,21 +38,37 @@ class Probed:
 
 class ProbeMemory:
     def __init__(self, directory: Path, weights_digest: str, compute_type: str | None, kernels: str) -> None:
-        computing = (compute_type or "default", device_name(), kernels, platform.platform(), _driver())
-        conditions = (weights_digest, *computing, version("mlx"), version("mlx-lm"), _code_digest())
-        named = blake2b("\0".join(conditions).encode(), digest_size=16).hexdigest()
+        named = named_for(weights_digest, compute_type or "default", kernels, *_conditions())
         self._path = directory / _FOLDER / f"{named}.json"
 
     def read(self) -> Probed | None:
         try:
-            return _probed(json.loads(self._path.read_text()))
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, DecodeError):
+            return _probed(json.loads(kept_bytes(self._path) or b""))
+        except (ValueError, TypeError, KeyError, AttributeError, DecodeError):
             return None
 
     def write(self, probed: Probed) -> None:
         """Keep facts. A disk that takes no file costs a probe at the next start."""
-        with contextlib.suppress(OSError):
-            replace_private_text(self._path, json.dumps(_as_json(probed)))
+        keep_bytes(self._path, json.dumps(_as_json(probed)).encode())
+
+
+def kept_checks(kept: KeptDirs | None) -> KeptChecks | None:
+    """Of this device's kernels; None where it has none, or its driver is not known."""
+    is_gpu = mx.default_device().type == mx.DeviceType.gpu
+    if kept is None or kept.user is None or not is_gpu or not (mx.metal.is_available() or _driver()):
+        return None
+    return KeptChecks(kept.user / _CHECKS, _conditions())
+
+
+def _conditions() -> tuple[str, ...]:
+    device = device_name(), card(), str(device_bytes()), device_settings()
+    return (*device, platform.platform(), _driver(), *_mlx(), version("mlx-lm"), _code_digest())
+
+
+def _mlx() -> tuple[str, ...]:
+    """Wheels for other devices have the same version, and another library."""
+    library = next((Path(mx.__file__).parent / "lib").glob("libmlx.*"), Path(mx.__file__))
+    return version("mlx"), str(library), str(library.stat().st_size)
 
 
 def _as_json(probed: Probed) -> dict[str, Any]:

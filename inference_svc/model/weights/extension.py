@@ -14,7 +14,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from inference_svc.kv.attention.nvrtc import is_this_users
+from inference_svc.kv.kept_files import is_this_users
 
 _SOURCE = Path(__file__).parent / "mapping.cpp"
 _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared")

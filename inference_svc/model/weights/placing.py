@@ -8,12 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import mlx.core as mx
 
 from inference_svc.kv.attention.host_copy import FilePart, begin_from_files, copies_itself, wait_for
-from inference_svc.kv.attention.nvrtc import kept_programs
+from inference_svc.kv.kept_files import kept_folder
 from inference_svc.model.device_memory import machine_bytes
 from inference_svc.model.weights.extension import Extension, NoExtension, extension
 from inference_svc.model.weights.weight_files import TensorPlace, WeightFile, file_identity
@@ -77,7 +76,7 @@ def place_weights(
     *,
     may_map: bool = True,
     coming: ComingWeights | None = None,
-    get_extension: Callable[[], Extension] = lambda: extension(_kept()),
+    get_extension: Callable[[], Extension] = lambda: extension(kept_folder("extensions")),
 ) -> Placement:
     """Give arrays that are not evaluated the bytes of their files where possible; MLX reads the rest."""
     total = Placement(read_bytes=sum(place.size_bytes for file in files for place in file.tensors.values()))
@@ -97,7 +96,7 @@ def place_weights(
 
 def let_go(arrays: Iterable[mx.array]) -> None:
     """Of placed weights that others took the place of: their pages stay in no memory but the system's."""
-    mapping = extension(_kept())
+    mapping = extension(kept_folder("extensions"))
     for array in arrays:
         mapping.let_go(array)
 
@@ -154,8 +153,3 @@ def _parts(
 def _fits_place(lazy: mx.array | None, place: TensorPlace) -> bool:
     """Whether MLX reads the header as we do. An empty tensor has nothing to map."""
     return lazy is not None and 0 < lazy.nbytes == place.size_bytes
-
-
-def _kept() -> Path | None:
-    programs = kept_programs()
-    return programs.parent / "extensions" if programs else None

@@ -7,9 +7,11 @@ import mlx.core as mx
 import pytest
 
 from inference_svc.engine.engine import Engine
-from inference_svc.model import model_runner
+from inference_svc.kv.kept_files import KeptDirs, keep_bytes
+from inference_svc.model import device_memory, model_runner, open_model
 from inference_svc.model.loading import load
 from inference_svc.model.model_runner import ModelRunner
+from inference_svc.model.probing import probe_memory
 from inference_svc.model.probing.probe_memory import Probed, ProbeMemory
 from tests.inference.engine.families import ALL, BUDGET, LLAMA31, write_family
 from tests.made_models.sampling import first_and_in_turn
@@ -76,7 +78,64 @@ def test_kept_facts_that_cannot_be_read_are_none(content: str, tmp_path: Path) -
     directory = write_family(tmp_path / "model", LLAMA31)
     opened(directory, tmp_path).close()
     (kept,) = (tmp_path / "probes").iterdir()
-    whole = kept.read_text()
-    kept.write_text(content)
+    whole = kept.read_bytes()
+    keep_bytes(kept, content.encode())
     opened(directory, tmp_path).close()
-    assert kept.read_text() == whole
+    assert kept.read_bytes() == whole
+
+
+def test_kept_facts_that_are_damaged_are_none(tmp_path: Path) -> None:
+    directory = write_family(tmp_path / "model", LLAMA31)
+    memory = ProbeMemory(tmp_path, "some weights", "float32", "reference")
+    memory.write(ModelRunner(load(directory, "float32").model).probed)
+    (kept,) = (tmp_path / "probes").iterdir()
+    kept.write_bytes(kept.read_bytes().replace(b'"reads_pages": false', b'"reads_pages": true '))
+    assert memory.read() is None
+
+
+def test_on_a_gpu_a_probe_is_kept_for_all_homes_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write_family(tmp_path / "model", LLAMA31)
+    probes = []
+    tried = model_runner.tried_layout
+    monkeypatch.setattr(model_runner, "tried_layout", lambda *given: (probes.append(given), tried(*given))[1])
+    for on, home in (("cpu", "a"), ("cpu", "b"), ("cuda", "c"), ("cuda", "d")):
+        monkeypatch.setattr(open_model, "device", lambda on=on: on)
+        Engine.open(
+            directory, cache_dir=tmp_path / home, kept_dir=tmp_path / "kept", memory_budget_bytes=BUDGET
+        ).close()
+    assert len(probes) == 3
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == {"probes"}
+
+
+@pytest.mark.parametrize("fact", ["card", "device_bytes", "device_name", "device_settings", "_driver", "_mlx"])
+def test_on_another_device_or_driver_nothing_is_known(
+    fact: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def name() -> Path:
+        return ProbeMemory(tmp_path, "weights", None, "cuda")._path
+
+    before = name()
+    assert name() == before
+    monkeypatch.setattr(probe_memory, fact, lambda: ("another",) if fact == "_mlx" else "another")
+    assert name() != before
+
+
+def test_a_setting_of_the_device_is_a_condition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = device_memory.device_settings()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    assert device_memory.device_settings() != before
+
+
+def test_a_device_without_kernels_and_a_driver_that_is_not_known_keep_no_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe_memory.mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(probe_memory, "_conditions", lambda: ("these",))
+    monkeypatch.setattr(probe_memory.mx.metal, "is_available", lambda: False)
+    monkeypatch.setattr(probe_memory, "_driver", lambda: "")
+    assert probe_memory.kept_checks(KeptDirs(tmp_path, tmp_path)) is None
+    monkeypatch.setattr(probe_memory, "_driver", lambda: "580")
+    assert probe_memory.kept_checks(KeptDirs(tmp_path, tmp_path)) is not None
+    assert probe_memory.kept_checks(None) is probe_memory.kept_checks(KeptDirs(tmp_path)) is None
+    monkeypatch.setattr(probe_memory.mx, "default_device", lambda: mx.Device(mx.cpu))
+    assert probe_memory.kept_checks(KeptDirs(tmp_path, tmp_path)) is None

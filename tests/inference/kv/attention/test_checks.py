@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from inference_svc.kv.attention.checks import why_wrong, why_wrong_products, why
 from inference_svc.kv.attention.choice import KernelChoice
 from inference_svc.kv.attention.fused import Compiler, Kernel
 from inference_svc.kv.attention.geometry import MAX_QUERIES
+from inference_svc.kv.attention.kept_checks import KeptChecks
 from inference_svc.kv.attention.kernels import Dialect, KernelSource
 from inference_svc.kv.attention.paged import paged_attention
 from inference_svc.kv.model_hooks.few_rows import Matrix
@@ -212,3 +214,46 @@ def test_whole_layers_are_taken_where_their_check_finds_nothing(monkeypatch: pyt
     assert kernels.takes_layers(is_packed=True)
     assert not kernels.takes_layers(is_packed=False)
     assert kernels.has_failed
+
+
+def kept_checks(tmp_path: Path, *conditions: str) -> KeptChecks:
+    return KeptChecks(tmp_path / "checks", conditions)
+
+
+def test_a_check_that_found_nothing_is_not_repeated_under_its_conditions(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(choice, "device_dialect", lambda: Dialect.CUDA)
+    monkeypatch.setattr(choice, "why_wrong", lambda *given: made.append(given[:2]) or "")
+    monkeypatch.setattr(choice, "why_wrong_layers", lambda **how: made.append(how) or "")
+
+    def start(*conditions: str) -> list[object]:
+        made.clear()
+        kernels = KernelChoice(kept=kept_checks(tmp_path, *conditions))
+        for form in (FORMATS["q4"], FORMATS["exact"]):
+            assert kernels.dialect_of({form}, mx.float16) is Dialect.CUDA
+        assert kernels.takes_layers(is_packed=True)
+        return list(made)
+
+    whole = [(FORMATS["q4"], mx.float16), (FORMATS["exact"], mx.float16), {"is_packed": True}]
+    assert start("a driver") == whole
+    assert start("a driver") == []
+    assert start("another") == whole
+    kernels = KernelChoice(kept=kept_checks(tmp_path, "a driver"))
+    assert kernels.dialect_of({FORMATS["q4"]}, mx.float32) is Dialect.CUDA
+    assert kernels.takes_layers(is_packed=False)
+    assert made == [*whole, (FORMATS["q4"], mx.float32), {"is_packed": False}]
+    for path in (tmp_path / "checks").iterdir():
+        path.write_bytes(path.read_bytes()[:-1])
+    assert start("a driver") == whole
+
+
+def test_a_check_that_failed_is_repeated_at_each_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(choice, "device_dialect", lambda: Dialect.CUDA)
+    monkeypatch.setattr(choice, "why_wrong", lambda *_: "a value differs")
+    for _ in range(2):
+        kernels = KernelChoice(kept=kept_checks(tmp_path))
+        assert kernels.dialect_of({FORMATS["q4"]}, mx.float16) is None
+        assert kernels.has_failed
+    assert not (tmp_path / "checks").exists()

@@ -17,6 +17,7 @@ from kvasir.errors import FailedPrecondition
 
 from inference_svc.first_model import FirstModel
 from inference_svc.kv.attention import host_copy
+from inference_svc.kv.kept_files import KeptDirs
 from inference_svc.model import kvasir_tiny, loading, model_identity
 from inference_svc.model.model_identity import begin_digests, weights_digest
 from inference_svc.model.weights import placing
@@ -166,7 +167,7 @@ def test_each_file_is_hashed_once_beside_the_load(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(model_identity, "_file_digest", counted)
     directory = write_family(tmp_path / "model", LLAMA31)
-    loaded = loading.load(directory, None, cache_dir=tmp_path)
+    loaded = loading.load(directory, None, kept=KeptDirs(tmp_path))
     assert loaded.digests is not None
     made = loaded.digests.result(60)
     assert weights_digest(directory, tmp_path, made) == weights_digest(directory, tmp_path / "other")

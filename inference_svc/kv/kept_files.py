@@ -1,0 +1,75 @@
+"""Files of this user's cache, which save work and are made again where they are not whole. Each is named for all that
+its content depends on, and written whole, so processes share them.
+"""
+
+import os
+import stat
+import tempfile
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+_DIGEST_BYTES = 16
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+@dataclass(frozen=True, slots=True)
+class KeptDirs:
+    """Where an engine keeps its findings: of one home, and of all of a user's homes, if it may."""
+
+    home: Path
+    user: Path | None = None
+
+
+def kept_folder(*of_kind: str) -> Path | None:
+    """Where all files lie, or those of a kind; None for a user without a home."""
+    try:
+        return Path.home().joinpath(".cache", "kvasir", *of_kind)
+    except RuntimeError:
+        return None
+
+
+def named_for(*conditions: str) -> str:
+    """A name that no other conditions give."""
+    return _digest("\0".join(conditions).encode()).hex()
+
+
+def kept_bytes(path: Path) -> bytes | None:
+    """The bytes of a whole file in a folder that this user alone writes: they are believed."""
+    try:
+        if not is_this_users(path.parent):
+            return None
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, kept = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    return kept if _digest(kept) == digest else None
+
+
+def keep_bytes(path: Path, kept: bytes) -> None:
+    """Where the disk takes no file, each process does the work for itself."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not is_this_users(path.parent):
+            return
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:  # mode 0600
+            temp = Path(file.name)
+            try:
+                file.write(_digest(kept) + kept)
+                file.flush()
+                os.fsync(file.fileno())
+                temp.replace(path)
+            except OSError:
+                temp.unlink(missing_ok=True)
+    except OSError:
+        return
+
+
+def is_this_users(folder: Path) -> bool:
+    """Whether the folder is this user's, and nobody else writes to it."""
+    facts = folder.stat()
+    return facts.st_uid == os.getuid() and not facts.st_mode & _WRITABLE_BY_OTHERS
+
+
+def _digest(content: bytes) -> bytes:
+    return blake2b(content, digest_size=_DIGEST_BYTES).digest()

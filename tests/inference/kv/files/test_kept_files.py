@@ -1,0 +1,53 @@
+"""Files of a user's cache are believed where they are whole and nobody else can write them."""
+
+from pathlib import Path
+
+import pytest
+
+from inference_svc.kv.kept_files import keep_bytes, kept_bytes, named_for
+
+KEPT = b"what a start found out"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "kept" / "one"
+    keep_bytes(path, KEPT)
+    return path
+
+
+def test_what_is_kept_comes_back(path: Path) -> None:
+    assert kept_bytes(path) == KEPT
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert kept_bytes(path.with_name("another")) is None
+
+
+def test_no_damage_is_believed(path: Path) -> None:
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        path.write_bytes(bytes(byte ^ (at == place) for at, byte in enumerate(whole)))
+        assert kept_bytes(path) is None
+        path.write_bytes(whole[:place])
+        assert kept_bytes(path) is None
+    path.write_bytes(whole)
+    assert kept_bytes(path) == KEPT
+
+
+def test_a_folder_that_others_write_to_gives_and_takes_nothing(path: Path) -> None:
+    for mode in (0o770, 0o707):
+        path.parent.chmod(mode)
+        assert kept_bytes(path) is None
+        keep_bytes(path.with_name("another"), KEPT)
+        assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def test_a_folder_of_another_user_gives_and_takes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getuid", lambda: path.stat().st_uid + 1)
+    assert kept_bytes(path) is None
+    keep_bytes(path.with_name("another"), KEPT)
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def test_other_conditions_have_another_name() -> None:
+    assert len({named_for("a", "b"), named_for("ab"), named_for("a", "b", ""), named_for("b", "a")}) == 4
