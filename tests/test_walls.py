@@ -259,6 +259,11 @@ def test_clock_and_randomness_are_passed_in(trees: dict[str, ast.Module]) -> Non
     assert breaches(CALLS, trees, called) == []
 
 
+def test_nothing_raises_out_of_an_except_star(trees: dict[str, ast.Module]) -> None:
+    """Before Python 3.11.4 it wraps even a single error in a group, which nobody catches."""
+    assert [path for path, tree in trees.items() if ast.TryStar in nodes(tree)] == []
+
+
 def test_no_process_forks(trees: dict[str, ast.Module]) -> None:
     assert breaches(FORKS, trees, called) == []
     # `subprocess` forks for this alone; else the parent rests until the child's `exec`.

@@ -111,8 +111,11 @@ class Supervisor:
                 for child in self._children:
                     watchers.create_task(self._until_stopped(self._keep_running(child)))
                     watchers.create_task(self._until_stopped(self._watch_answers(child)))
-        except* Unavailable as group:
-            raise group.exceptions[0] from None
+        except ExceptionGroup as group:  # not `except*`, which wraps what it raises before Python 3.11.4
+            refused, others = group.split(Unavailable)
+            if refused is None or others is not None:
+                raise
+            raise refused.exceptions[0] from None
         finally:
             watching.cancel()
             for child in reversed(self._children):  # the engine may still have something to store
