@@ -1,18 +1,24 @@
 """Reads a model's tokenizer through mlx-lm, without the work that mlx-lm does for a program that prints tokens."""
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from threading import Lock
+from types import SimpleNamespace
 from typing import Any
 
 import mlx_lm.tokenizer_utils
 import mlx_lm.utils
+import transformers.tokenization_utils_base
 from transformers import PreTrainedTokenizerFast
 
 from inference_svc.model.wedlm import MaskWindow, keep_transformers_quiet
 from inference_svc.text.token_text import TokenText
 
+_FILE = "tokenizer.json"
 _ALONE = Lock()  # two would put each other's functions back
 _DETOKENIZERS = ("BPEStreamingDetokenizer", "SPMStreamingDetokenizer")
 
@@ -24,23 +30,21 @@ def read_tokenizer(directory: Path, config: Mapping[str, Any]) -> tuple[Any, Tok
     if MaskWindow.of_config(config) is not None:
         keep_transformers_quiet()
     load_tokenizer: Any = mlx_lm.utils.load_tokenizer
-    with _ALONE, _without_token_maps(), _vocabulary_once():
+    with _ALONE, _without_token_maps(), _file_once(directory / _FILE) as content, _vocabulary_once(directory, content):
         tokenizer = load_tokenizer(directory, eos_token_ids=config.get("eos_token_id"))
         longest = longest_bytes(tokenizer)
 
     def decode(token_ids: Any) -> str:
         return str(tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
-    path = directory / "tokenizer.json"
-    text = path.read_text(encoding="utf-8") if path.is_file() else "{}"
-    token_text = TokenText.of_tokenizer(text, decode)
+    token_text = TokenText.of_content(content(), decode)
     token_text.longest_bytes = longest
     return tokenizer, token_text
 
 
 def longest_bytes(tokenizer: Any) -> int:
     """Of a token as its vocabulary has it."""
-    return max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
+    return max(map(len, map(str.encode, tokenizer.get_vocab())), default=1)
 
 
 @contextmanager
@@ -58,14 +62,41 @@ def _without_token_maps() -> Iterator[None]:
 
 
 @contextmanager
-def _vocabulary_once() -> Iterator[None]:
-    """mlx-lm looks two or three times for marks of thoughts and calls; each copy takes 0.1 s."""
+def _file_once(path: Path) -> Iterator[Callable[[], Mapping[str, Any]]]:
+    """The content of a tokenizer.json, which mlx-lm and transformers would parse, too: 0.07 s each."""
+
+    @cache
+    def content() -> Mapping[str, Any]:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return found
+
+    def load(file: Any, **options: Any) -> Any:
+        if Path(file.name) != path:
+            return json.load(file, **options)
+        return {name: part if name == "model" else deepcopy(part) for name, part in content().items()}
+
+    theirs: Any = mlx_lm.tokenizer_utils, transformers.tokenization_utils_base
+    for each in theirs:
+        each.json = SimpleNamespace(**{**vars(json), "load": load})
+    try:
+        yield content
+    finally:
+        for each in theirs:
+            each.json = json
+
+
+@contextmanager
+def _vocabulary_once(directory: Path, content: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
+    """mlx-lm looks two or three times for marks of thoughts and calls; each copy of a vocabulary takes 0.1 s. The
+    directory's own is that of its file, if all of its tokens are there.
+    """
     kind: Any = PreTrainedTokenizerFast
     copied, kept = kind.get_vocab, dict[Any, dict[str, int]]()  # holds tokenizers: the next has no dead one's place
 
     def get_vocab(tokenizer: Any) -> dict[str, int]:
         if tokenizer not in kept:
-            kept[tokenizer] = copied(tokenizer)
+            found = _written_vocabulary(content()) if tokenizer.name_or_path == str(directory) else {}
+            kept[tokenizer] = found if len(found) == len(tokenizer) else copied(tokenizer)
         return kept[tokenizer]
 
     kind.get_vocab = get_vocab
@@ -73,3 +104,11 @@ def _vocabulary_once() -> Iterator[None]:
         yield
     finally:
         kind.get_vocab = copied
+
+
+def _written_vocabulary(content: Mapping[str, Any]) -> dict[str, int]:
+    """Of a file; empty where it is not written as tokens and their numbers."""
+    tokens = content["model"].get("vocab") if "model" in content else None
+    if not isinstance(tokens, dict):
+        return {}
+    return {**{token["content"]: token["id"] for token in content.get("added_tokens", ())}, **tokens}

@@ -35,8 +35,12 @@ class TokenText:
 
     @classmethod
     def of_tokenizer(cls, tokenizer_json: str, decode: Callable[[Sequence[int]], str]) -> "TokenText":
-        """From a tokenizer.json, byte-level or sentencepiece; another kind is spelled by `decode`, in windows."""
-        content = json.loads(tokenizer_json)
+        """From the text of a tokenizer.json."""
+        return cls.of_content(json.loads(tokenizer_json), decode)
+
+    @classmethod
+    def of_content(cls, content: Mapping[str, Any], decode: Callable[[Sequence[int]], str]) -> "TokenText":
+        """Of a tokenizer.json, byte-level or sentencepiece; another kind is spelled by `decode`, in windows."""
         decoder = _decoder_parts(content.get("decoder"))
         kinds = [part["type"] for part in decoder]
         if kinds == ["ByteLevel"]:
