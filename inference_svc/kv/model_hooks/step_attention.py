@@ -20,7 +20,7 @@ from inference_svc.kv.attention.geometry import (
     groups,
     split_geometry,
 )
-from inference_svc.kv.attention.kernels import Dialect, attend_source, results_source, turn_source
+from inference_svc.kv.attention.kernels import Dialect, attend_source, results_source, turn_source, turns_source
 from inference_svc.kv.batch.fused_layer import FusedLayer, StepPages
 from inference_svc.kv.model_hooks.few_rows import MAX_ROWS
 from inference_svc.kv.model_hooks.whole_layers import frequencies_of
@@ -46,10 +46,17 @@ class NewTokens:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """`frequencies`: by pair of dimensions the factor of a position. `counters`: words that blocks meet at."""
+    """`frequencies`: by pair of dimensions the factor of a position. `turns`: of each position the cosines and then the
+    sines of all pairs. `counters`: words that blocks meet at.
+    """
 
     frequencies: mx.array
+    turns: mx.array
     counters: mx.array
+
+    @classmethod
+    def of(cls, frequencies: mx.array) -> "Rotation":
+        return cls(frequencies, turns_of(frequencies), new_counters())
 
 
 def step_attention(
@@ -78,11 +85,11 @@ def step_attention(
     ends = is_long and blocks <= many
     source = attend_source(is_whole=is_whole, ends=ends)
     mix = compiled(made_by, replace(source, blocks=_LONG_BLOCKS if is_long else 0), mixing.shared_bytes)
-    given = new.queries, new.keys, new.values, rotation.frequencies
+    given = new.queries, new.keys, new.values
     if is_whole:
         return _launched(
             mix,
-            (*given, *pages, settings, rotation.counters),
+            (*given, rotation.turns, *pages, settings, rotation.counters),
             {**kinds, **mixing.template},
             grid,
             [made, mixes],
@@ -91,7 +98,9 @@ def step_attention(
     turn_bytes = WARPS * new.queries.shape[3] * dtype.size
     numbers: Template = {**kinds, **geometry.template, "SHARED_BYTES": turn_bytes}
     turn = compiled(made_by, turn_source(), turn_bytes)
-    (turned,) = _launched(turn, (*given, *pages), numbers, (-(-items // WARPS), 1, 1), [(new.queries.shape, dtype)])
+    (turned,) = _launched(
+        turn, (*given, rotation.frequencies, *pages), numbers, (-(-items // WARPS), 1, 1), [(new.queries.shape, dtype)]
+    )
     outputs = [made, mixes] if ends else [mixes]
     mixed = _launched(mix, (turned, *pages, settings), {**kinds, **mixing.template}, grid, outputs)
     if ends:
@@ -153,10 +162,23 @@ def step_attention_of(attention: Any, shared: dict[Any, mx.array]) -> StepAttent
     rope: Any = attention.rope
     if (found := frequencies_of(rope)) is None:
         return None
-    frequencies = shared.setdefault(("angles", repr(found.tolist())), found)
+    name = repr(found.tolist())
+    frequencies = shared.setdefault(("angles", name), found)
+    if ("turns", name) not in shared:
+        shared["turns", name] = turns_of(found)
     counters = shared.setdefault("attention's counters", new_counters())
-    mx.eval(frequencies, counters)
-    return StepAttention(attention.scale, Rotation(frequencies, counters))
+    rotation = Rotation(frequencies, shared["turns", name], counters)
+    mx.eval(frequencies, rotation.turns, counters)
+    return StepAttention(attention.scale, rotation)
+
+
+def turns_of(frequencies: mx.array) -> mx.array:
+    """Cosines and sines [positions, dim] of all positions that a step has, as the kernel of many rows makes them."""
+    positions, numbers = _MOST_BLOCKS * PAGE_TOKENS, {"WARPS": WARPS, "SHARED_BYTES": LANES}
+    blocks = -(-positions * frequencies.size // (WARPS * LANES)), 1, 1
+    made = (positions, 2 * frequencies.size), mx.float32
+    kernel = compiled(COMPILERS[Dialect.CUDA], turns_source(), LANES)
+    return _launched(kernel, [frequencies], {**numbers, "POSITIONS": positions}, blocks, [made])[0]
 
 
 def new_counters() -> mx.array:

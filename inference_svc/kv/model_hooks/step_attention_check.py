@@ -14,7 +14,6 @@ from inference_svc.kv.model_hooks.step_attention import (
     MOST_PAGES,
     NewTokens,
     Rotation,
-    new_counters,
     step_attention,
 )
 from inference_svc.kv.page import PAGE_TOKENS, PageFormat, RowFormat
@@ -42,7 +41,7 @@ _OTHER_UNITS = 2e-4  # of all of the pages': new rows whose sums were rounded ot
 def differences() -> Iterator[str]:
     """The faults that are found."""
     new = NewTokens(*(_random(len(_PLACES), heads, _SEED + heads + seed) for seed, heads in enumerate((_HEADS, 2, 2))))
-    rotation = Rotation(1 / (1 + mx.arange(_ROWS.dim // 2, dtype=mx.float32) ** 2), new_counters())
+    rotation = Rotation.of(1 / (1 + mx.arange(_ROWS.dim // 2, dtype=mx.float32) ** 2))
     for is_whole, rows, is_far in _LAUNCHES:
         table, places = _last_is_far() if is_far else _near()
         expected = _pages()

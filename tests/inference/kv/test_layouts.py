@@ -20,7 +20,7 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache, make_p
 
 from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.layout import Layout, shown_layout
-from inference_svc.kv.model_hooks import attention_hook
+from inference_svc.kv.model_hooks import attention_hook, step_attention
 from inference_svc.kv.model_hooks.few_rows import take_few_rows
 from inference_svc.kv.model_hooks.joined_steps import join_steps
 from inference_svc.kv.model_hooks.row_exact import make_row_exact
@@ -325,6 +325,7 @@ def test_layers_that_compute_few_rows_on_a_gpu_are_of_one_kind(tmp_path: Path) -
 @pytest.mark.cpu_only("on a GPU a model's steps are joined as it is loaded, and not again")
 def test_layers_whose_steps_are_one_launch_are_of_one_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama, "scaled_dot_product_attention", attention_hook.attention)
+    monkeypatch.setattr(step_attention, "turns_of", mx.cos)  # by a kernel elsewhere
     model = deep_model(tmp_path / "m")
     model.set_dtype(mx.bfloat16)
     join_steps(model, whole=True, attends=True)

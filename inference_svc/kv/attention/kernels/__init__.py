@@ -192,10 +192,10 @@ def attend_source(*, is_whole: bool, ends: bool = False) -> KernelSource:
             f"constexpr bool IS_WHOLE = false, ENDS = {ends:d};\nT *const keys = nullptr, *const values = nullptr;\n"
         )
         lists += "" if ends else "T* const out = nullptr;\n"
-        lists += "const float* const frequencies = nullptr;\nconst kv_u32* const counters = nullptr;\n"
+        lists += "const float* const turns = nullptr;\nconst kv_u32* const counters = nullptr;\n"
         outputs = ("out", "partial") if ends else ("partial",)
         return _source(Dialect.CUDA, "attend", header, ("queries", *rows), outputs, lists=lists)
-    inputs, written = (*_NEW_INPUTS, *rows, "counters"), ("pages", "counters")
+    inputs, written = (*_NEW_INPUTS, "turns", *rows, "counters"), ("pages", "counters")
     lists = "constexpr bool IS_WHOLE = true, ENDS = true;\n"
     return _source(Dialect.CUDA, "attend", header, inputs, ("out", "partial"), written_inputs=written, lists=lists)
 
@@ -203,7 +203,7 @@ def attend_source(*, is_whole: bool, ends: bool = False) -> KernelSource:
 @cache
 def turn_source() -> KernelSource:
     """New tokens' queries are rotated, and their rows, with keys rotated, written to pages; of CUDA alone."""
-    inputs = (*_NEW_INPUTS, "pages", "block_table", "places")
+    inputs = (*_NEW_INPUTS, "frequencies", "pages", "block_table", "places")
     header = _header(Dialect.CUDA, CUDA_INSTRUCTIONS, "rows.h", "quantize.h", "attend.h")
     return _source(Dialect.CUDA, "turn", header, inputs, ("turned",), written_inputs=("pages",))
 
@@ -215,7 +215,13 @@ def results_source() -> KernelSource:
     return _source(Dialect.CUDA, "results", header, ("partial", "places"), ("out",))
 
 
-_NEW_INPUTS = ("queries", "keys", "values", "frequencies")
+_NEW_INPUTS = ("queries", "keys", "values")
+
+
+@cache
+def turns_source() -> KernelSource:
+    """Of so many positions, the cosines and sines by which `attend_source` turns queries and keys; of CUDA alone."""
+    return _source(Dialect.CUDA, "turns", _header(Dialect.CUDA, CUDA_INSTRUCTIONS), ("frequencies",), ("turns",))
 
 
 @cache

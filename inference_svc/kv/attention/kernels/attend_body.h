@@ -27,7 +27,7 @@ if (IS_WHOLE && kv_any(is_in)) {
     const long source = long(other) * KV_HEADS + head;
     const int at = places[other], line = head * KV_PAGE_TOKENS + at % KV_PAGE_TOKENS;
     KV_ROLLED for (int group = kv_warp; group < K::GROUPS + V::GROUPS; group += WARPS)
-      kv_append_group<T, K, V, IS_BFLOAT>(group, KvTurned<T>{keys + source * KEY_DIM, frequencies, float(at)},
+      kv_append_group<T, K, V, IS_BFLOAT>(group, KvTurned<T>{keys + source * KEY_DIM, turns + at * KEY_DIM},
                                           values + source * VALUE_DIM, units, line, (T*)kv_shared + kv_warp * KEY_DIM, kv_lane);
   }
   kv_written();
@@ -35,7 +35,7 @@ if (IS_WHOLE && kv_any(is_in)) {
 }
 
 kv_split_by_matrices<T, K, V, IS_BFLOAT, QUERIES / 8, WARPS, SPAN, TILE, (PAGES > 1)>(
-    KvTurned<T>{queries + first_query * KEY_DIM, frequencies, float(place)}, units, head, block * KV_PAGE_TOKENS + kv_warp * SPAN,
+    KvTurned<T>{queries + first_query * KEY_DIM, IS_WHOLE ? turns + place * KEY_DIM : nullptr}, units, head, block * KV_PAGE_TOKENS + kv_warp * SPAN,
     place + 1, 1, 0, SHARE, settings[0], 0, mine + split * STRIDE, blocks * STRIDE, kv_warp, kv_lane, kv_shared,
     KvPages{(const kv_u16*)pages, pages_shape[1], its_pages, last - block < PAGES ? last - block + 1 : PAGES});
 if (ENDS) {

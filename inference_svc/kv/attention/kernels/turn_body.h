@@ -9,12 +9,12 @@ if (place < 0) return;
 if (which < HEADS) {
   const long first = (long(row) * HEADS + which) * KEY_DIM;
   float found[KEY_DIM / 32];
-  kv_query_values<KEY_DIM>(KvTurned<T>{queries + first, frequencies, float(place)}, found, kv_lane);
+  kv_query_values<KEY_DIM>(KvTurnedOnce<T>{queries + first, frequencies, float(place)}, found, kv_lane);
   KV_UNROLL for (int i = 0; i < KEY_DIM / 32; ++i) turned[first + i * 32 + kv_lane] = T(found[i]);
   return;
 }
 const int head = (which - HEADS) / GROUPS, group = (which - HEADS) % GROUPS;
 const long page = block_table[long(row) * block_table_shape[1] + place / KV_PAGE_TOKENS], source = long(row) * KV_HEADS + head;
-kv_append_group<T, K, V, IS_BFLOAT>(group, KvTurned<T>{keys + source * KEY_DIM, frequencies, float(place)}, values + source * VALUE_DIM,
+kv_append_group<T, K, V, IS_BFLOAT>(group, KvTurnedOnce<T>{keys + source * KEY_DIM, frequencies, float(place)}, values + source * VALUE_DIM,
                                     (kv_u16*)pages + page * pages_shape[1], head * KV_PAGE_TOKENS + place % KV_PAGE_TOKENS,
                                     (T*)kv_shared + kv_warp * KEY_DIM, kv_lane);

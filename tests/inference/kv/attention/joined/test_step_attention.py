@@ -23,7 +23,6 @@ from inference_svc.kv.model_hooks.step_attention import (
     NewTokens,
     Rotation,
     StepAttention,
-    new_counters,
     step_attention,
 )
 from tests.emulation.emulator import cuda_emulator, early_cuda_emulator
@@ -56,7 +55,7 @@ def step_of(
     table = mx.where(scene.block_table < 0, 0, scene.block_table)
     places = mx.array([length - 1 for length in lengths], mx.int32)
     keys, values = (mx.random.normal((len(lengths), KV_HEADS, 1, DIM)).astype(dtype) for _ in range(2))
-    rotation = Rotation(1 / (1 + mx.arange(DIM // 2, dtype=mx.float32)), new_counters())
+    rotation = Rotation.of(1 / (1 + mx.arange(DIM // 2, dtype=mx.float32)))
     step = StepPages(scene.pages, scene.format, table, places)
     return NewTokens(scene.queries, keys, values), step, rotation, scene.scale
 
@@ -208,8 +207,8 @@ def test_a_models_steps_take_it_and_their_logits_stay_near(
     ("what", "by"),
     [
         ("", ""),
-        ("frequencies, float(at)}", "frequencies, float(at + 1)}"),
-        ("frequencies, float(place)}", "frequencies, float(place + 1)}"),
+        ("turns + at *", "turns + (at + 1) *"),
+        ("turns + place *", "turns + (place + 1) *"),
         ("KV_PAGE_TOKENS == block &&", "KV_PAGE_TOKENS == block && kv_lane == row &&"),
         ("last + 1);", "last + 2);"),
         ("split < 0", "split < 1"),
@@ -276,7 +275,7 @@ def test_steps_that_it_does_not_know_are_left_to_kernels_one_by_one(monkeypatch:
         pages = StepPages(queries, formed, mx.zeros((rows, blocks), mx.int32), mx.zeros(rows, mx.int32))
         cache: Any = SimpleNamespace(step_pages=lambda: changed.get("pages", pages))
         taken.clear()
-        rotation = Rotation(mx.zeros(changed.get("turned", formed.key.dim) // 2), mx.zeros(1))
+        rotation = Rotation(mx.zeros(changed.get("turned", formed.key.dim) // 2), mx.zeros(1), mx.zeros(1))
         StepAttention(1.0, rotation).result(queries, queries, queries, cache)
         return bool(taken)
 
