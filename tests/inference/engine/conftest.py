@@ -2,20 +2,36 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from inference_svc.engine import engine as engine_module
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_worker import EngineWorker
-from inference_svc.engine.scheduling.schedulable import DraftRules
+from inference_svc.engine.scheduling.schedulable import DraftRules, Rules
 from tests.inference.engine.cells import cells_of, cells_of_new_engines
 from tests.inference.engine.drafts.planted_drafts import Told, planted
 from tests.inference.engine.driving import Driver
 from tests.inference.engine.families import ALL, BUDGET, write_family
 from tests.inference.engine.tiny_models import LLAMA, write_model
 from tests.on_gpu import gpu
+
+
+@pytest.fixture(scope="session", autouse=bool(gpu()))
+def patient() -> Iterator[None]:
+    """On a GPU the first pass waits for a compiler, and the next prompt's cells would be cut by what that took."""
+    rules = engine_module._rules
+
+    def made(*given: Any) -> Rules:
+        return replace(rules(*given), longest_cell_s=1e6)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "_rules", made)
+        yield
 
 
 @pytest.fixture(scope="session")
