@@ -38,16 +38,11 @@ from tests.made_models.sampling import one_of, pairs
 WINDOWED = ["gemma3", "gpt_oss"]
 RECURRENT = ["granite_hybrid", "falcon_h1"]
 WITH_STATES = [*WINDOWED, *RECURRENT]
-EXPERTS = pytest.mark.cpu_only("on a GPU the products of experts depend on the number of rows")
 
 
 def of_each_kind(turn: int) -> list[str]:
     """One with windows and one that is recurrent; the whole has all of both."""
     return [*one_of(WINDOWED, turn), *one_of(RECURRENT, turn)]
-
-
-def cut_anywhere(turn: int) -> list[Any]:
-    return [pytest.param(name, marks=EXPERTS) if name == "gpt_oss" else name for name in of_each_kind(turn)]
 
 
 def snapshot(driver: Driver, key: AgentKey) -> Snapshot:
@@ -149,7 +144,7 @@ def test_the_next_turn_of_a_model_with_states_goes_on_from_the_end_or_from_the_p
 
 
 @pytest.mark.long(2)
-@pytest.mark.parametrize("name", cut_anywhere(0))
+@pytest.mark.parametrize("name", of_each_kind(0))
 def test_a_turn_from_a_point_says_what_the_same_turns_say_from_nothing(
     name: str, family: Callable[[str], Driver]
 ) -> None:
@@ -216,7 +211,7 @@ def test_a_fork_of_states_goes_its_own_way(name: str, family: Callable[[str], Dr
 
 
 @pytest.mark.long(4)
-@pytest.mark.parametrize("name", cut_anywhere(1))
+@pytest.mark.parametrize("name", of_each_kind(1))
 def test_agents_with_states_decode_together_as_each_does_alone(name: str, family: Callable[[str], Driver]) -> None:
     driver = family(name)
     prompts = [tokens_of(length, seed=length) for length in (20, 95, 130, 260)]
