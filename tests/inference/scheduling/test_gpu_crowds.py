@@ -159,7 +159,7 @@ def test_a_crowds_streams_wait_no_longer_than_their_gap_and_a_step(count: int, t
     world, _ = crowd(count, tokens, 60, step_s=step_s)
     longest_s = GPU.longest_gap_s + step_s + EVEN_S
     assert sum(gap > longest_s for gap in world.gaps) <= 2
-    assert max(world.gaps) <= longest_s + EVEN_S
+    assert max(world.gaps) <= longest_s + EVEN_S + 1e-9
 
 
 def test_passes_of_second_cells_are_not_taken_for_cheaper_than_those_of_their_first() -> None:
