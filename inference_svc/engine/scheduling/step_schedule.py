@@ -5,8 +5,8 @@
   shortest rest of a prompt.
   Turns that came later overtake one by no more tokens than its rest has.
 - Size: `pacing` and `step_costs` say how many cells a step takes, how long they are, and how many files it loads.
-- People: beside a stream that a person reads a background turn gets what its gap has room for, or an eighth of the time
-  (`gaps`).
+- People: beside their prompts background turns get an eighth of the time, beside streams that they read also what the
+  gaps have room for (`gaps`).
 - Sharing: what a cell leaves of its pass the next turns in this order get, where cells may share one.
 """
 
@@ -121,8 +121,8 @@ class StepSchedule(Generic[TurnT]):
             return None
         decoding = [turn for turn in self._turns if _is_decoding(turn)]
         has_people = any(map(urgency.is_pressing, decoding))
-        is_due = not has_people or self._aside.is_due(self._began_s + spent_s)
-        able = self._most_urgent(prefilling, urgency, decodes=bool(decoding), ages=is_due)
+        is_due = self._aside.is_due(self._began_s + spent_s)
+        able = self._most_urgent(prefilling, urgency, decodes=bool(decoding), is_due=is_due)
         if not able:
             return None
         turn = self._next_of(able)
@@ -247,17 +247,14 @@ class StepSchedule(Generic[TurnT]):
         return turn.cells.unbroken_tokens if goes_over else turn.cells.next_tokens
 
     def _most_urgent(
-        self, prefilling: Collection[TurnT], urgency: Urgency[TurnT], *, decodes: bool, ages: bool
+        self, prefilling: Collection[TurnT], urgency: Urgency[TurnT], *, decodes: bool, is_due: bool
     ) -> Collection[TurnT]:
         """Turns of the most urgent class that may get a cell, or load files; while others decode, none that would only
         wait for its files. No less urgent one takes the place of one whose namespace owes: it owes decoding rows.
-        `ages`: old background turns are urgent; else they would stand aside, and keep a person waiting.
+        `is_due`: background turns have the time that they have beside people's, and are as urgent as these.
         """
         prefilling = [turn for turn in prefilling if not (decodes and turn.awaits_bytes)]
-        pressing = {turn.namespace for turn in prefilling if urgency.is_pressing(turn)}
-        urgent = [
-            each for each in prefilling if urgency.is_pressing(each) or (ages and urgency.is_urgent(each, pressing))
-        ]
+        urgent = prefilling if is_due else [turn for turn in prefilling if urgency.is_pressing(turn)]
         owing = {name for name in {turn.namespace for turn in prefilling} if self._owes(name)}
         return [turn for turn in urgent or prefilling if turn.namespace not in owing]
 
