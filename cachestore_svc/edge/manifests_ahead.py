@@ -3,9 +3,10 @@ the disk: a commit then waits for its rows alone, however long its line is.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from kvasir.formats.digest import Digest
 from kvasir.waits import ANSWER_S
@@ -19,6 +20,37 @@ from cachestore_svc.store.snapshots import KnownManifest
 class _Ahead:
     reading: asyncio.Task[KnownManifest]
     end: asyncio.TimerHandle
+
+
+class Gathering:
+    """The bytes of one manifest, piece by piece, within its room: it is read when the last has come."""
+
+    def __init__(self, size_bytes: int, read: Callable[[bytes], None], give_back: Callable[[], None]) -> None:
+        self._lacking_bytes = size_bytes
+        self._read = read
+        self._give_back = give_back
+        self._pieces: list[bytes | memoryview] = []
+
+    def add(self, data: bytes | memoryview) -> None:
+        if self._lacking_bytes <= 0:
+            return
+        self._pieces.append(data)
+        self._lacking_bytes -= len(data)
+        if self._lacking_bytes < 0:
+            self._drop()
+        elif not self._lacking_bytes:
+            self._read(b"".join(self._pieces))
+            self._pieces.clear()
+
+    def end(self) -> None:
+        """No more pieces come."""
+        if self._lacking_bytes > 0:
+            self._lacking_bytes = -1
+            self._drop()
+
+    def _drop(self) -> None:
+        self._pieces.clear()
+        self._give_back()
 
 
 class ManifestsAhead:
@@ -40,6 +72,23 @@ class ManifestsAhead:
             else:
                 self._unread.add(key)
                 asyncio.get_running_loop().call_later(ANSWER_S, self._unread.discard, key)
+        self._wake(key)
+
+    def gather(self, namespace: str, manifest: Digest) -> "Gathering | None":
+        """For a manifest whose bytes come in pieces. None without much room: it is read once it is durable."""
+        key, size_bytes = (namespace, manifest), manifest.size_bytes
+        if key in self._ahead or not self._room.take_ahead(namespace, size_bytes):
+            return None
+        return Gathering(size_bytes, partial(self._gathered, key), partial(self._room.give_back, namespace, size_bytes))
+
+    def _gathered(self, key: tuple[str, Digest], data: bytes) -> None:
+        if key in self._ahead:
+            self._room.give_back(key[0], key[1].size_bytes)
+        else:
+            self._begin(key, data)
+        self._wake(key)
+
+    def _wake(self, key: tuple[str, Digest]) -> None:
         if (awaited := self._awaited.pop(key, None)) is not None:
             awaited.set()
 

@@ -12,7 +12,7 @@ from kvasir.formats.frame_messages import CarriedFrame, Carrier
 from kvasir.server.interceptors import current_principal
 
 from cachestore_svc.edge import messages
-from cachestore_svc.edge.manifests_ahead import ManifestsAhead
+from cachestore_svc.edge.manifests_ahead import Gathering, ManifestsAhead
 from cachestore_svc.facts.records import BlobKind
 from cachestore_svc.moving.inbound import BlobIntake, Stored
 
@@ -24,7 +24,8 @@ class Uploading:
         """`ahead`: gets an engine's manifests, for their commits."""
         self._intake = intake
         self._ahead = ahead
-        self._manifests: set[Digest] = set()  # of an engine, whose bytes come in pieces
+        self._manifests: set[Digest] = set()  # of an engine, to be read once they are durable
+        self._gathering: Gathering | None = None  # of the blob that is coming
         self._takes_groups = False  # whether the caller reads answers about several blobs
 
     async def receive(self, requests: AsyncGenerator[Carrier, None]) -> None:
@@ -40,6 +41,8 @@ class Uploading:
                 await self._intake.end()
         except Exception as error:  # noqa: BLE001  raised where the RPC is answered
             failure = error
+        finally:
+            self._end_gathering()
         await self._intake.outcomes.put(failure)
 
     async def answers(self) -> AsyncGenerator[pb.WriteBlobsResponse, None]:
@@ -63,18 +66,35 @@ class Uploading:
 
     async def _take(self, frame: CarriedFrame, token: str) -> None:
         if not frame.HasField("digest"):
+            if self._gathering is not None:
+                self._gathering.add(frame.data)
             await self._intake.write(frame.offset, frame.data)
             return
+        self._end_gathering()
         digest = messages.read_digest(frame.digest, "frame.digest")
         kind, is_engine = messages.read_kind(frame.kind), ENGINE in current_principal().roles
         if token and not is_engine:  # it shares no directory with this store
             raise PermissionDenied.of("handed", "only an engine hands files over")
         if is_engine and kind is BlobKind.MANIFEST:
-            if frame.offset == 0 and len(frame.data) == digest.size_bytes:
-                self._ahead.begin(current_principal().namespace, digest, frame.data)
-            else:
-                self._manifests.add(digest)
+            self._read_ahead(digest, frame)
         if token:
             await self._intake.take(digest, kind, token)
         else:
             await self._intake.begin(digest, kind, frame.offset, frame.data)
+
+    def _read_ahead(self, manifest: Digest, first: CarriedFrame) -> None:
+        namespace = current_principal().namespace
+        if first.offset == 0 and len(first.data) == manifest.size_bytes:
+            self._ahead.begin(namespace, manifest, first.data)
+            return
+        if first.offset == 0 and first.data:
+            self._gathering = self._ahead.gather(namespace, manifest)
+        if self._gathering is not None:
+            self._gathering.add(first.data)
+        else:
+            self._manifests.add(manifest)
+
+    def _end_gathering(self) -> None:
+        if self._gathering is not None:
+            self._gathering.end()
+            self._gathering = None

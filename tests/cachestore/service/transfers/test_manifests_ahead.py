@@ -185,7 +185,7 @@ async def test_a_quarter_of_the_room_is_taken_ahead_at_most(lab: Lab) -> None:
             assert room.held_units == taken - 1
 
 
-@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("pieces", [1, 2, 3])
 @pytest.mark.parametrize(("role", "is_read"), [(ENGINE, True), (CLIENT, False)])
 async def test_a_manifest_is_read_once_it_is_there_if_an_engine_wrote_it(
     role: str, is_read: bool, pieces: int, lab: Lab, monkeypatch: pytest.MonkeyPatch
@@ -198,7 +198,8 @@ async def test_a_manifest_is_read_once_it_is_there_if_an_engine_wrote_it(
             manifest, size = snapshot.manifest_bytes, -(-len(snapshot.manifest_bytes) // pieces)
             blobs.append((pb.BLOB_KIND_MANIFEST, snapshot.manifest_digest, manifest[:size]))
             frames = [pb.BlobFrame(digest=each.to_proto(), kind=kind, data=data) for kind, each, data in blobs]
-            frames += [pb.BlobFrame(offset=size, data=manifest[size:])] if pieces > 1 else []
+            later = range(size, len(manifest), size)
+            frames += [pb.BlobFrame(offset=at, data=manifest[at : at + size]) for at in later]
 
             async def requests():  # type: ignore[no-untyped-def]
                 for frame in frames:
@@ -211,8 +212,37 @@ async def test_a_manifest_is_read_once_it_is_there_if_an_engine_wrote_it(
             assert set(answered) == {digest for _, digest, _ in blobs}
             assert bool(scene.room.room.held_units) == is_read
             assert (await scene.commit(snapshot.manifest_digest)).version == 1
-            from_disk = 0 if is_read and pieces == 1 else 1
-            assert (scene.reads, scene.room.room.held_units) == (from_disk, 0)
+            assert (scene.reads, scene.room.room.held_units) == (0 if is_read else 1, 0)
+
+
+@pytest.mark.parametrize("ends", ["cut", "too many bytes", "another blob"])
+async def test_a_manifest_that_never_comes_whole_gives_its_room_back(
+    ends: str, lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploading, "current_principal", lambda: Principal("caller", NS, frozenset({ENGINE})))
+    manifest, other = SyntheticAgent(SMALL).turn(300), SyntheticAgent(SMALL, 2).turn(300)
+    data, (digest, blob) = manifest.manifest_bytes, next(iter(other.new_blobs.items()))
+    rest = {
+        "cut": [],
+        "too many bytes": [pb.BlobFrame(offset=100, data=data)],
+        "another blob": [pb.BlobFrame(digest=digest.to_proto(), kind=pb.BLOB_KIND_TENSORS, data=blob)],
+    }[ends]
+    first = pb.BlobFrame(digest=manifest.manifest_digest.to_proto(), kind=pb.BLOB_KIND_MANIFEST, data=data[:100])
+    with lab.open() as store:
+        async with scene_of(store) as scene:
+            held: list[int] = []
+
+            async def requests():  # type: ignore[no-untyped-def]
+                for frame in (first, *rest):
+                    yield carrier_reader(pb.WriteBlobsRequest)(pb.WriteBlobsRequest(frame=frame).SerializeToString())
+                    held.append(scene.room.room.held_units)
+
+            upload = uploading.Uploading(BlobIntake(scene.aio, NS), scene.ahead)
+            receiving = asyncio.create_task(upload.receive(requests()))
+            with pytest.raises(KvasirError):
+                _ = [each async for each in upload.answers()]
+            await receiving
+            assert (held[:1] or [0], scene.room.room.held_units) == ([8 * len(data)], 0)
 
 
 async def test_bytes_that_are_not_the_manifests_are_not_read_for_it(lab: Lab) -> None:
@@ -241,7 +271,11 @@ async def test_a_commit_of_a_manifest_that_is_coming_gets_it_once_it_came(lab: L
             asking = [asyncio.create_task(tokens()) for _ in range(2)]
             await asyncio.sleep(0.02)
             assert not any(each.done() for each in asking)
-            scene.ahead.begin(NS, digest, snapshot.manifest_bytes)
+            gathering, data = scene.ahead.gather(NS, digest), snapshot.manifest_bytes
+            assert gathering is not None
+            for piece in (data[:100], data[100:]):
+                assert not any(each.done() for each in asking)
+                gathering.add(piece)
             assert sorted(await asyncio.gather(*asking)) == [0, 700], "one has it, the other reads it itself"
             assert (scene.reads, scene.room.room.held_units) == (0, 0)
 
