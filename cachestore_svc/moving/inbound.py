@@ -28,6 +28,8 @@ _MAX_GROUPS = 2
 # Whole blobs that are not durable yet; bytes that wait in memory to be written.
 _MAX_WHOLE, _MAX_HELD_BYTES = 64, (4 << 20) + (64 << 10)
 _PIECE_BYTES = 1024  # of a piece beside its data, so that those of one byte are bounded too
+# A manifest with more bytes, or in more pieces, is written as it comes.
+_GATHERED_BYTES, _GATHERED_PIECES = 4 << 20, 8
 _MAX_OUTCOMES = 256
 
 
@@ -45,6 +47,7 @@ class _Blob:
 
     new: NewBlob
     data: bytes | memoryview = b""  # all of it, if it came at once, until that is written
+    gathered: list[tuple[int, bytes | memoryview]] | None = None  # pieces of a manifest, to be written as one
     next_offset: int = 0  # where the sender's next frame begins
     has_bytes: bool = False  # more came than an empty first frame, which only checks whether the blob is there
     pieces: int = 0  # that are not written yet
@@ -118,7 +121,8 @@ class BlobIntake:
             await self._take_whole(_Blob(NewBlob(digest, kind, comes_whole=True), data=data))
             return
         if offset == 0 and data:
-            self._current = _Blob(NewBlob(digest, kind, comes_whole=True))
+            is_gathered = kind is BlobKind.MANIFEST and digest.size_bytes <= _GATHERED_BYTES
+            self._current = _Blob(NewBlob(digest, kind, comes_whole=True), gathered=[] if is_gathered else None)
         else:
             await self._begin_at(digest, kind, offset)
         await self.write(offset, data)
@@ -181,7 +185,13 @@ class BlobIntake:
         current.next_offset += len(data)
         if data:
             current.has_bytes = True
-            await self._write_later(_Piece(current, offset, data))
+            if len(current.gathered or ()) == _GATHERED_PIECES or current.next_offset > current.digest.size_bytes:
+                self._write_gathered(current)
+            await self._hold(len(data))
+            if current.gathered is None:
+                self._write_later(_Piece(current, offset, data))
+            else:
+                current.gathered.append((offset, data))
         if current.next_offset >= current.digest.size_bytes:
             await self._finish_current()
 
@@ -203,6 +213,8 @@ class BlobIntake:
     async def _end_all(self) -> None:
         current, self._current = self._current, None
         try:
+            if current is not None:
+                self._write_gathered(current)
             await self._written()
         finally:
             if current is not None:
@@ -220,6 +232,7 @@ class BlobIntake:
         current = self._current
         if current is None:
             return
+        self._write_gathered(current)
         await self._written()
         if current.problem:
             raise current.problem
@@ -245,13 +258,20 @@ class BlobIntake:
         current, self._current = self._current, None
         assert current is not None
         current.is_whole = True
+        if current.gathered:
+            current.data = b"".join(data for _, data in current.gathered)
         if not current.pieces:
             self._finish_later(current)
 
     # --- writing ---
 
-    async def _write_later(self, piece: _Piece) -> None:
-        await self._hold(len(piece.data))
+    def _write_gathered(self, blob: _Blob) -> None:
+        gathered, blob.gathered = blob.gathered, None
+        for offset, data in gathered or ():
+            self._write_later(_Piece(blob, offset, data))
+
+    def _write_later(self, piece: _Piece) -> None:
+        """Its bytes are held."""
         piece.blob.pieces += 1
         self._pieces.append(piece)
         if self._writing is None:
@@ -315,7 +335,8 @@ class BlobIntake:
             self._waiting = self._loop.call_later(_COMPANY_S, self._finish_whole)
 
     def _are_enough(self) -> bool:
-        size_bytes = sum(blob.digest.size_bytes for blob in self._whole)
+        # A manifest is sent before the last of the blobs that it names, and waits for that.
+        size_bytes = sum(blob.digest.size_bytes for blob in self._whole if blob.new.kind is not BlobKind.MANIFEST)
         return len(self._whole) >= _ENOUGH_BLOBS or size_bytes >= _ENOUGH_BYTES
 
     def _finish_whole(self) -> None:
@@ -365,11 +386,11 @@ class BlobIntake:
 
     def _write_group(self, group: Sequence[_Blob]) -> None:
         came = [blob for blob in group if blob.data]
-        sizes = [len(blob.data) for blob in came]
+        sizes = [len(data) for blob in came for _, data in blob.gathered or ((0, blob.data),)]
         try:
             self._open_all(group)
         finally:
             for blob in came:
-                blob.data = b""
+                blob.data, blob.gathered = b"", None
             if came:
                 self._loop.call_soon_threadsafe(self._let_go, sizes)

@@ -154,6 +154,61 @@ async def test_a_sender_cancelled_twice_leaves_no_writer_of_a_blob_that_is_whole
     threads.close()
 
 
+@pytest.mark.parametrize("cut", [1, 3, 100])
+async def test_a_manifest_that_comes_in_pieces_is_made_durable_with_the_blob_behind_it(
+    cut: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn, threads, groups = SyntheticAgent(SMALL, 1).turn(300), StoreThreads(4), list[int]()
+    finish_all = inbound.finish_all
+    monkeypatch.setattr(inbound, "finish_all", lambda some: (groups.append(len(some)), finish_all(some))[1])
+    monkeypatch.setattr(inbound, "_ENOUGH_BYTES", 1)  # for a group by itself
+    manifest, [(digest, data), *_] = turn.manifest_bytes, turn.new_blobs.items()
+    with Lab(tmp_path / "data").open() as store:
+        async with BlobIntake(AioStore(store, threads), NS) as intake:
+            await intake.begin(turn.manifest_digest, BlobKind.MANIFEST, 0, manifest[:cut])
+            for at in range(cut, len(manifest), cut if cut == 100 else len(manifest)):
+                await intake.write(at, manifest[at : at + (cut if cut == 100 else len(manifest))])
+            await intake.begin(digest, BlobKind.TENSORS, 0, data)
+            await asyncio.wait_for(intake.end(), 20)
+            assert intake._held_bytes == 0
+        found = [intake.outcomes.get_nowait() for _ in range(2)]
+        assert {each.digest for each in found if isinstance(each, Stored)} == {turn.manifest_digest, digest}
+        assert bytes(store.blobs.read(NS, turn.manifest_digest)) == manifest
+        assert cut == 100 or groups == [2], "many pieces are written as they come"
+    threads.close()
+
+
+async def test_a_manifest_whose_sender_leaves_in_its_middle_goes_on_where_it_ended(tmp_path: Path) -> None:
+    turn, threads = SyntheticAgent(SMALL, 1).turn(300), StoreThreads(4)
+    manifest, digest = turn.manifest_bytes, turn.manifest_digest
+    with Lab(tmp_path / "data").open() as store:
+        async with BlobIntake(AioStore(store, threads), NS) as intake:
+            await intake.begin(digest, BlobKind.MANIFEST, 0, manifest[:100])
+            await intake.write(100, manifest[100:150])
+        assert store.blobs.write_status(NS, digest).received_bytes == 150
+        async with BlobIntake(AioStore(store, threads), NS) as again:
+            await again.begin(digest, BlobKind.MANIFEST, 150, manifest[150:])
+            await asyncio.wait_for(again.end(), 20)
+        assert bytes(store.blobs.read(NS, digest)) == manifest
+    threads.close()
+
+
+@pytest.mark.parametrize("wrong", ["too many bytes", "other bytes"])
+async def test_a_manifest_in_pieces_that_is_another_is_refused(wrong: str, tmp_path: Path) -> None:
+    turn, threads = SyntheticAgent(SMALL, 1).turn(300), StoreThreads(4)
+    manifest, digest = turn.manifest_bytes, turn.manifest_digest
+    rest = manifest[100:] + b"x" if wrong == "too many bytes" else bytes(reversed(manifest[100:]))
+    with Lab(tmp_path / "data").open() as store:
+        async with BlobIntake(AioStore(store, threads), NS) as intake:
+            await intake.begin(digest, BlobKind.MANIFEST, 0, manifest[:100])
+            await intake.write(100, rest)
+            await asyncio.wait_for(intake.end(), 20)
+            assert getattr(intake.outcomes.get_nowait(), "reason", "") == "DIGEST_MISMATCH"
+            assert intake._held_bytes == 0
+        assert store.blobs.find_missing(NS, [digest]) == [digest]
+    threads.close()
+
+
 LARGE = kv_identity("large", full_layers(24, 8, 128))  # a block has 7 MB
 MIB = 1 << 20
 
