@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
+from threading import Lock
 
 import mlx.core as mx
 import numpy as np
@@ -15,7 +16,7 @@ from kvasir.formats.tensor_layouts import expected_state_tensors
 
 from inference_svc.kv.attention import failed_copies
 from inference_svc.kv.attention.host_copy import Run, begin_out, copy_out, to_host
-from inference_svc.kv.page import PAGE_TOKENS, PageFormat
+from inference_svc.kv.page import PAGE_TOKENS, UNIT_BYTES, PageFormat
 from inference_svc.kv.pages.block_table import blocks_of
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.tensor_files import Array, schema_of
@@ -23,6 +24,7 @@ from inference_svc.kv.tensor_files import Array, schema_of
 _MOST_PAGES = 32  # that leave the device at once, where no threads copy them
 # Tails, and pages out of which they are cut: into new memory 3.4 MB of rows are cut in 3 to 4 ms, into kept in 1.2.
 _KEPT_BYTES, _ROUND_BYTES = 64 << 20, 64 << 10
+_MOST_TAIL_PARTS, _TAIL_PART_BYTES = 4, 2 << 20
 _memory = BlobMemory(_KEPT_BYTES, lambda size_bytes: np.empty(size_bytes, np.uint8).data)
 
 
@@ -112,7 +114,10 @@ def _begun_rows(kv: SequenceKV, group: int, identities: Sequence[FileIdentity]) 
         block = identity.start // PAGE_TOKENS
         pages = [kv.table_of(layer).pages[block] for layer in layers]
         runs = [pool.run_of(layer, page) for layer, page in zip(layers, pages, strict=True)]
-        file = begin_out(partial(_copied_file, pool.identity, identity, formats, runs))
+        if identity.tokens < PAGE_TOKENS:
+            file = _TailCopy(pool.identity, identity, formats, runs).begun()
+        else:
+            file = begin_out(partial(_copied_block, pool.identity, identity, runs))
         copied: Future[None] = Future()  # which does not hold the file
         file.add_done_callback(partial(_note, copied))
         pool.read_by(copied, set(pages))
@@ -123,39 +128,89 @@ def _note(copied: "Future[None]", _file: object) -> None:
     copied.set_result(None)
 
 
-def _copied_file(
-    layout: identity_pb2.KvIdentity, identity: FileIdentity, formats: Sequence[PageFormat], runs: Sequence[Run]
-) -> FileBytes:
-    size_bytes = sum(size for _, size in runs)
-    if identity.tokens < PAGE_TOKENS:
-        page = _memory.take(size_bytes)
-        copy_out(runs, page)
-        return _tail_file(layout, identity, formats, np.frombuffer(page, np.uint16))
+def _copied_block(layout: identity_pb2.KvIdentity, identity: FileIdentity, runs: Sequence[Run]) -> FileBytes:
     header = header_with(identity, schema_of(layout, PAGE_TOKENS, identity.window).entries)
-    data = np.empty(len(header) + size_bytes, np.uint8).data
+    data = np.empty(len(header) + sum(size for _, size in runs), np.uint8).data
     data[: len(header)] = header
     copy_out(runs, data[len(header) :])
     return data.toreadonly()
 
 
+class _TailCopy:
+    """A tail, which its turn's end waits for: several threads copy and cut some layers' pages each."""
+
+    def __init__(
+        self,
+        layout: identity_pb2.KvIdentity,
+        identity: FileIdentity,
+        formats: Sequence[PageFormat],
+        runs: Sequence[Run],
+    ) -> None:
+        self._layout, self._identity = layout, identity
+        parts = max(1, min(_MOST_TAIL_PARTS, sum(size for _, size in runs) // _TAIL_PART_BYTES, len(runs)))
+        edges = [len(runs) * part // parts for part in range(parts + 1)]
+        self._parts = [(formats[first:end], runs[first:end]) for first, end in pairwise(edges)]
+        self._units = [0, *accumulate(sum(each.units for each in some) for some, _ in self._parts)]
+        self._lock = Lock()
+        self._made: tuple[Array, Array] | None = None
+        self._left = parts
+        self._failure: BaseException | None = None
+
+    def begun(self) -> "Future[FileBytes]":
+        file: Future[FileBytes] = Future()
+        for part in range(len(self._parts)):
+            begin_out(partial(self._copy, part)).add_done_callback(partial(self._ended, file))
+        return file
+
+    def _copy(self, part: int) -> None:
+        formats, runs = self._parts[part]
+        with self._lock:
+            if self._made is None:
+                self._made = _new_tail(self._layout, self._identity, self._units[-1])
+        page = _memory.take(sum(size for _, size in runs))
+        copy_out(runs, page)
+        rows = self._made[1][self._units[part] * self._identity.tokens // PAGE_TOKENS :]
+        _cut_layers(formats, self._identity.tokens, np.frombuffer(page, np.uint16), rows)
+
+    def _ended(self, file: "Future[FileBytes]", copied: "Future[None]") -> None:
+        """The file is there, or has failed, once no thread reads its pages."""
+        with self._lock:
+            self._left -= 1
+            self._failure = self._failure or copied.exception()
+            if self._left:
+                return
+        if self._failure is not None:
+            file.set_exception(self._failure)
+        elif self._made is not None:
+            file.set_result(self._made[0].data.toreadonly())
+
+
 def _tail_file(
     layout: identity_pb2.KvIdentity, identity: FileIdentity, formats: Sequence[PageFormat], page: Array
 ) -> FileBytes:
-    rows = identity.tokens
-    schema = schema_of(layout, rows, identity.window)
+    data, rows = _new_tail(layout, identity, page.size)
+    _cut_layers(formats, identity.tokens, page, rows)
+    return data.data.toreadonly()
+
+
+def _new_tail(layout: identity_pb2.KvIdentity, identity: FileIdentity, page_units: int) -> tuple[Array, Array]:
+    """Memory for a tail, with its header, and the part of it where rows go."""
+    schema = schema_of(layout, identity.tokens, identity.window)
     header = header_with(identity, schema.entries)
     # As much as for a whole page: so the memory of each tail fits the next one, of any length.
-    room_bytes = -(-(len(header) + page.nbytes) // _ROUND_BYTES) * _ROUND_BYTES
+    room_bytes = -(-(len(header) + page_units * UNIT_BYTES) // _ROUND_BYTES) * _ROUND_BYTES
     data = np.frombuffer(_memory.take(room_bytes), np.uint8)[: len(header) + schema.layout.size_bytes]
     data[: len(header)] = np.frombuffer(header, np.uint8)
-    left = data[len(header) :].view(np.uint16)
+    return data, data[len(header) :].view(np.uint16)
+
+
+def _cut_layers(formats: Sequence[PageFormat], rows: int, page: Array, left: Array) -> None:
     for page_format, same in groupby(formats):
         # Layers of one format at once: to begin a copy for each takes longer than the copies.
         layers = len(list(same))
         tensors, page = np.split(page, [layers * page_format.units])
         file, left = np.split(left, [layers * page_format.units * rows // PAGE_TOKENS])
         _cut_rows(page_format, rows, tensors.reshape(layers, -1), file.reshape(layers, -1))
-    return data.data.toreadonly()
 
 
 def _cut_rows(page_format: PageFormat, rows: int, pages: Array, files: Array) -> None:

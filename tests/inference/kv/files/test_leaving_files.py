@@ -17,6 +17,7 @@ from kvasir.formats.layer_groups import windows_of
 from kvasir.formats.token_files import file_identities
 
 from inference_svc.engine.files.snapshots import PendingFiles, when_there
+from inference_svc.kv import sequence_files
 from inference_svc.kv.attention import failed_copies, host_copy, in_place
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.page import PAGE_TOKENS
@@ -39,6 +40,7 @@ TOKENS = tokens_of(1400, 1)
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedDriver | None]:
     """None: this device has CUDA's own."""
+    monkeypatch.setattr(sequence_files, "_TAIL_PART_BYTES", 20_000)  # else tests' tails are one
     if host_copy.copies_itself():
         monkeypatch.setattr(failed_copies, "out", failed_copies.FailedCopies())
         yield None
@@ -109,6 +111,19 @@ def test_files_that_threads_copy_are_those_that_are_copied_at_once(
     kv = filled(SequenceKV(pool_of(MIXED, 16, rung)), [500, 12 + rows])
     for window in (0, 100, 300):
         assert files_of(kv, identities_of(kv, window)) == plain(kv, identities_of(kv, window))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+def test_a_tail_is_copied_by_several_threads(
+    driver: PlayedDriver | None, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has some of the layers, which differ."""
+    kv = filled(SequenceKV(pool_of([full(), full(heads=1), full(), full(heads=3)])), [300])
+    expected, begin_out, begun = plain(kv, identities_of(kv)), sequence_files.begin_out, list[object]()
+    monkeypatch.setattr(sequence_files, "begin_out", lambda work: (begun.append(work), begin_out(work))[1])
+    size_bytes = sum(each.bytes for each in kv.pool.formats.values())
+    monkeypatch.setattr(sequence_files, "_TAIL_PART_BYTES", size_bytes // parts)
+    assert (files_of(kv, identities_of(kv)), len(begun)) == (expected, 1 + parts), "a block, and parts of the tail"
 
 
 def test_nobody_waits_for_a_copy_who_does_not_want_its_bytes(driver: PlayedDriver | None) -> None:
