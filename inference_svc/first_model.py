@@ -27,6 +27,7 @@ from inference_svc.kv.kept_files import KeptDirs, kept_folder
 from inference_svc.machine.kv_budget import claims_of_device, total_bytes, weights_on_disk
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.device_memory import prepare_device
+from inference_svc.model.model_identity import begin_digests
 from inference_svc.model.weights.placing import ComingWeights
 from inference_svc.model.weights.weight_files import weight_files
 
@@ -111,7 +112,10 @@ class FirstModel:
         if not _has_room(directory, self._device_gib):
             return None
         prepare_device()
-        coming = ComingWeights(weight_files(directory)) if copies_itself() and not copies else None
+        coming = None
+        if copies_itself() and not copies:
+            files = weight_files(directory)
+            coming = ComingWeights(files, begin_digests(files, self._state_dir))
         self._is_imported.wait()
         kept = KeptDirs(self._state_dir, kept_folder())
         return _load(directory, compute_type, copies_weights=copies, kernels=kernels, kept=kept, coming=coming)

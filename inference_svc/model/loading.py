@@ -120,7 +120,9 @@ def load(
     prepare_device()
     files, placement = coming.files if coming else weight_files(directory), Placement()
     reading = Future[tuple[Any, TokenText]]()
-    digests = begin_digests(files, kept.home) if kept is not None else None
+    digests = coming.digests if coming else None
+    if digests is None and kept is not None:
+        digests = begin_digests(files, kept.home)
 
     def take(weights: Tensors) -> None:
         nonlocal placement

@@ -6,6 +6,7 @@ meanwhile takes the process with it, or changes the weights.
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -50,9 +51,11 @@ class Placement:
 class ComingWeights:
     """Weights on their way to a device to which threads copy, which may begin before a model is there for them."""
 
-    def __init__(self, files: Sequence[WeightFile]) -> None:
-        """Begin, on the MLX thread. A file that was replaced since its header was read is not sent."""
-        self.files, self._opened = files, ExitStack()
+    def __init__(self, files: Sequence[WeightFile], digests: "Future[Mapping[str, str]] | None" = None) -> None:
+        """Begin, on the MLX thread. A file that was replaced since its header was read is not sent. `digests`: theirs,
+        if they are made already.
+        """
+        self.files, self.digests, self._opened = files, digests, ExitStack()
         parts = {name: part for file in files for name, part in _parts(file, _unique(file, files), self._opened)}
         arrays, self._copies = begin_from_files([*parts.values()])
         self._arrays = dict(zip(parts, arrays, strict=True))

@@ -5,8 +5,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,12 +16,13 @@ import numpy as np
 import pytest
 from kvasir.errors import FailedPrecondition
 
+from inference_svc import first_model
 from inference_svc.first_model import FirstModel
 from inference_svc.kv.attention import host_copy
 from inference_svc.kv.kept_files import KeptDirs
 from inference_svc.model import kvasir_tiny, loading, model_identity
 from inference_svc.model.model_identity import begin_digests, weights_digest
-from inference_svc.model.weights import placing
+from inference_svc.model.weights import hashing, placing
 from inference_svc.model.weights.placing import ComingWeights, place_weights
 from inference_svc.model.weights.weight_files import weight_files
 from tests.inference.engine.families import LLAMA31, write_family
@@ -149,6 +151,19 @@ def test_a_start_sends_its_weights_ahead_and_replies_as_ever(driver: PlayedDrive
             assert engine.model.kv_identity.weights_digest == weights_digest(kvasir_tiny.path(), tmp_path / "other")
 
 
+def test_digests_of_weights_that_are_sent_ahead_are_made_ahead_and_once(
+    driver: PlayedDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = list[str]()
+    for module in (first_model, loading):
+        begin = partial(lambda name, *given: (begun.append(name), begin_digests(*given))[1], module.__name__)
+        monkeypatch.setattr(module, "begin_digests", begin)
+    with FirstModel(["--model", str(kvasir_tiny.path()), "--state-dir", str(tmp_path)]) as first:
+        options = {"cache_dir": tmp_path, "memory_budget_bytes": 1 << 24}
+        first.open_engine(str(kvasir_tiny.path()), **options).close()
+    assert begun == [first_model.__name__]
+
+
 def test_weights_begin_before_the_modules_that_load_a_model() -> None:
     program = (
         "import sys, inference_svc.first_model\n"
@@ -255,6 +270,65 @@ def check_refused_while(
         assert begin_digests(weight_files(directory), cache_dir).result(60) == {}
         with pytest.raises(FailedPrecondition, match="changed while they were read"):
             weights_digest(directory, cache_dir)
+
+
+@pytest.fixture
+def two_files(tmp_path: Path) -> Path:
+    """A directory of two files of weights."""
+    directory = write_family(tmp_path / "model", LLAMA31)
+    other = write_family(tmp_path / "another", LLAMA31, seed=5)
+    (other / "model.safetensors").rename(directory / "model-2.safetensors")
+    return directory
+
+
+def test_another_process_hashes_large_files_as_this_one_does(
+    two_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = weights_digest(two_files, tmp_path / "other")
+    monkeypatch.setattr(model_identity, "_LARGE_BYTES", 1)
+    monkeypatch.setattr(model_identity, "_file_digest", lambda *_: pytest.fail("hashed here"))
+    made = begin_digests(weight_files(two_files), tmp_path).result(60)
+    assert weights_digest(two_files, tmp_path, made) == right
+
+
+@pytest.mark.parametrize("program", ["", "print('0' * 63)", "import os, signal\nos.kill(os.getpid(), signal.SIGBUS)"])
+@pytest.mark.parametrize("made_first", [True, False])
+def test_files_that_the_other_process_did_not_come_to_are_hashed_here(
+    program: str, made_first: bool, two_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = hashing._PROGRAM.replace("sys.argv[1:]", "sys.argv[1:2]") if made_first else ""
+    monkeypatch.setattr(hashing, "_PROGRAM", f"{first}\n{program}")
+    monkeypatch.setattr(model_identity, "_LARGE_BYTES", 1)
+    here, hash_file = list[str](), model_identity._file_digest
+    monkeypatch.setattr(model_identity, "_file_digest", lambda *of: (here.append(of[0].name), hash_file(*of))[1])
+    files = weight_files(two_files)
+    made = begin_digests(files, tmp_path).result(60)
+    assert here == [file.path.name for file in files][made_first:]
+    assert weights_digest(two_files, tmp_path, made) == weights_digest(two_files, tmp_path / "other")
+
+
+def test_without_another_process_files_are_hashed_here(
+    two_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no such program"))
+    monkeypatch.setattr(model_identity, "_LARGE_BYTES", 1)
+    assert len(begin_digests(weight_files(two_files), tmp_path).result(60)) == 2
+
+
+def test_a_file_that_changes_while_another_process_hashes_it_has_no_digest(
+    two_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, hashes = weight_files(two_files), model_identity.hashes_apart
+
+    def written(opened: Sequence[BinaryIO]) -> list[str]:
+        found = hashes(opened)
+        time.sleep(0.02)  # the clock of a file's times goes in steps
+        files[0].path.touch()
+        return found
+
+    monkeypatch.setattr(model_identity, "hashes_apart", written)
+    monkeypatch.setattr(model_identity, "_LARGE_BYTES", 1)
+    assert begin_digests(files, tmp_path).result(60).keys() == {files[1].identity}
 
 
 @pytest.mark.parametrize("content", ["[" * 200_000, "[", "\xff"], ids=["deep", "cut", "no text"])
