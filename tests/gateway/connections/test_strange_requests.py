@@ -194,6 +194,41 @@ def test_an_engines_token_is_no_key(front: Front) -> None:
     assert answer.status_code == 403
 
 
+def raw(front: Front, *lines: str, rest: str = "") -> str:
+    """The status of a request of these lines, which come at once."""
+    with socket.create_connection(("127.0.0.1", front.gateway.port), timeout=60) as connection:
+        connection.sendall(("\r\n".join(lines) + "\r\n\r\n" + rest).encode())
+        return connection.recv(100).decode().split()[1]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("host: localhost",),
+        ("host: kvasir.attacker.example",),
+        ("origin: http://localhost", "origin: https://attacker.example"),
+        ("authorization: Bearer {ada}", "authorization: Bearer {eve}"),
+        ("x-api-key: {ada}", "X-API-Key: {ada}"),
+        ("content-length: 2", "content-length: 1"),
+        ("content-length: 2", "transfer-encoding: chunked"),
+        ("transfer-encoding: chunked", "transfer-encoding: chunked"),
+        ("transfer-encoding: chunked, identity",),
+    ],
+)
+def test_a_head_of_which_two_readers_may_understand_two_things_is_refused(front: Front, lines: tuple[str, ...]) -> None:
+    """A program before this one may have checked the other one of two names, keys or lengths."""
+    given = ("GET /v1/models HTTP/1.1", "Host: localhost", *(line.format(**front.keys) for line in lines))
+    assert raw(front, *given) == "400"
+
+
+@pytest.mark.parametrize("key", ["authorization: Bearer {ada}", "x-api-key: {ada}"])
+def test_a_trailer_is_no_header(front: Front, key: str) -> None:
+    head = ("GET /v1/models HTTP/1.1", "host: localhost")
+    key = key.format(**front.keys)
+    assert raw(front, *head, key) == "200"
+    assert raw(front, *head, "transfer-encoding: chunked", rest=f"0\r\n{key}\r\n\r\n") == "401"
+
+
 @pytest.mark.long(4)
 def test_what_is_no_http_is_answered_and_harms_nobody(front: Front) -> None:
     for sent in (b"\x16\x03\x01\x02\x00", b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 20_000, b"PRI * HTTP/2.0\r\n\r\n"):

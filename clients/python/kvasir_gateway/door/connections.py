@@ -22,6 +22,7 @@ from kvasir_gateway.door.receiving import Filling, Receiving
 
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_HEADERS = 256  # of a head, and of trailers: each takes thirty times as much room as its shortest line
+_ONCE = frozenset({b"host", b"origin", b"authorization", b"x-api-key"})  # what comes before us may have read another
 # Requests behind one that is not answered yet: they are read, because so an end is seen at once. More are refused, and
 # more bytes are read later; meanwhile the system reports an end.
 _MAX_WAITING, _MAX_WAITING_BYTES = 16, 64 << 10
@@ -221,9 +222,10 @@ class Connection(HttpToolsProtocol):
         self._connections.admitted(self)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if len(self.headers) >= _MAX_HEADERS:
-            raise ValueError("too many headers")  # the parser ends: 400
         super().on_header(name, value)
+        name = self.headers[-1][0]
+        if len(self.headers) > _MAX_HEADERS or (name in _ONCE and sum(known == name for known, _ in self.headers) > 1):
+            raise ValueError("too many headers")  # the parser ends: 400
 
     def on_headers_complete(self) -> None:
         self._unread_bytes = 0
@@ -231,6 +233,7 @@ class Connection(HttpToolsProtocol):
         self._connections.asks(self)
         self.scope[_CONNECTION] = self  # type: ignore[literal-required]
         super().on_headers_complete()
+        self.headers = []  # of trailers
         self._unanswered.append(self.cycle)
         if self.pipeline:
             self.flow.resume_reading()
