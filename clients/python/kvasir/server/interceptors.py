@@ -329,8 +329,8 @@ def _too_many_calls(problem: str) -> errors.ResourceExhausted:
 
 def settle_garbage() -> None:
     """Exempt all present objects from garbage collection, so that one takes only a few milliseconds, and let it begin
-    later: most objects of a call go without one. A program may disable it until then."""
+    later: most objects of a call go without one. A program may disable it until then. The garbage of imports stays: an
+    engine's is 0.5 MB, and to find it takes 0.1 s."""
     gc.enable()
-    gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG_OBJECTS)
