@@ -29,6 +29,7 @@ _MIDDLING_TOKENS = 300  # more than a block, less than a cell
 _OWN_KERNELS = (8, 32, 64)  # tokens of short passes for which kernels are compiled that no other turn here needs
 _QUESTION_TOKENS = 48  # of a pass that a restored agent's turn begins with, most likely
 _LONG_PROMPT = 32_768
+_DEEP_TOKENS = 16_384  # to restore more takes 0.1 s and longer, beside which a graph's 15 ms are little
 _CROWDS_ROWS = (2, 4, 8, 16, 32, 64)  # of steps that decode a crowd
 _PACKED_ROWS = range(2, 34, 2)  # of passes over its prompts: up to a whole cell
 _CROWD = 8
@@ -79,20 +80,25 @@ async def warm_up_while_idle(engine: Engine, is_idle: Callable[[], bool], clock:
     if engine.device == "cpu":
         return
     cell = _cell(engine)
+    await _keep_while_idle(engine, _soon_graphs(engine), is_idle)
     for tokens in KEPT_TOKENS:
         await _run_while_idle(engine, [(min(tokens, cell), 1)], is_idle, clock)
     short = product(KEPT_TOKENS, _depths(engine), [1])
-    for tokens, depth, rows in (*_crowds_graphs(engine), *short):
-        while not is_idle():
-            await _until_quiet(is_idle)
-        # It fails where memories have every page, or as the engine ends.
-        await asyncio.gather(asyncio.wrap_future(engine.keep_graph(tokens, depth, rows)), return_exceptions=True)
+    await _keep_while_idle(engine, (*_crowds_graphs(engine), *short), is_idle)
     took_s = await _run_while_idle(engine, [(cell, 1)], is_idle, clock)
     count = int(1 / max(took_s, LOOK_S))
     await _run_while_idle(engine, _crowd(engine)[:count], is_idle, clock)
     if engine.device == "cuda":  # its attention plans each depth of a whole cell: 40 to 80 ms once in a process
         longest = engine.model.context_tokens - 1
         await _run_while_idle(engine, [(min(_LONG_PROMPT, longest), 1)], is_idle, clock)
+
+
+async def _keep_while_idle(engine: Engine, graphs: Iterable[tuple[int, int, int]], is_idle: Callable[[], bool]) -> None:
+    for tokens, depth, rows in graphs:
+        while not is_idle():
+            await _until_quiet(is_idle)
+        # It fails where memories have every page, or as the engine ends.
+        await asyncio.gather(asyncio.wrap_future(engine.keep_graph(tokens, depth, rows)), return_exceptions=True)
 
 
 async def _run_while_idle(
@@ -156,13 +162,17 @@ def _run_each_kernel(engine: Engine) -> None:
         _wait(*_run_all(engine, [(min(tokens, longest), 1)]))
     _wait(_run(engine, short, _ANY_WAY))
     # A graph is another one for each width of block tables: a restored turn is the first to need most of them.
-    ahead = [engine.keep_graph(tokens, depth) for depth in _depths(engine) for tokens in (_QUESTION_TOKENS, 0)]
-    # The first crowd comes soon, and its turns begin to decode one after the other.
-    soon = product(_depths(engine)[:2], _CROWDS_ROWS[:3]) if _rounds_rows(engine) else ()
-    ahead += [engine.keep_graph(0, depth, rows) for depth, rows in soon]
-    wait(ahead, WORK_S)
+    shallow = [depth for depth in _depths(engine) if depth < _DEEP_TOKENS]
+    wait([engine.keep_graph(*graph) for graph in product((_QUESTION_TOKENS, 0), shallow)], WORK_S)
     with contextlib.suppress(KvasirError, TimeoutError):
         _remember(engine, min(_MIDDLING_TOKENS, longest - _DECODED_TOKENS))
+
+
+def _soon_graphs(engine: Engine) -> Iterable[tuple[int, int, int]]:
+    """Those that are needed first: of deep restored turns, and of a crowd whose turns begin one after the other."""
+    depths = _depths(engine)
+    crowd = product([0], depths[:2], _CROWDS_ROWS[:3]) if _rounds_rows(engine) else ()
+    return (*product((_QUESTION_TOKENS, 0), [depth for depth in depths if depth >= _DEEP_TOKENS], [1]), *crowd)
 
 
 def _crowds_graphs(engine: Engine) -> Iterable[tuple[int, int, int]]:

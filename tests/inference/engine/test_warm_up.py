@@ -102,28 +102,31 @@ def test_a_memory_is_copied_for_the_store_and_comes_back(tmp_path: Path, monkeyp
 def test_a_device_keeps_graphs_for_each_width_of_the_context(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a step and of a question before it is ready, of all short passes while nobody has a turn; of crowds only on
-    CUDA: a Mac would take seconds for their passes.
+    """Of a step and of a question before it is ready, the deepest soon after it, of all short passes while nobody has a
+    turn; of crowds only on CUDA: a Mac would take seconds for their passes.
     """
     kept: list[tuple[int, int, int]] = []
     engine = Engine.open(write_family(tmp_path, ALL["llama3.1"]), cache_dir=tmp_path, memory_budget_bytes=BUDGET)
     monkeypatch.setattr(EngineWorker, "keep_graph", lambda _, *given: kept.append(given))
     try:
-        engine.model = replace(engine.model, context_tokens=8192)
+        engine.model = replace(engine.model, context_tokens=32_768)
         prompts = list[int]()
         monkeypatch.setattr(warming, "_run_all", lambda _, turns: prompts.extend(each[0] for each in turns) or [])
         engine.device = device
         warm_up(engine, lambda: 0.0)
-        assert 8191 not in prompts
-        crowds = {(0, depth, rows) for depth in (0, 2049) for rows in (2, 4, 8) if device == "cuda"}
-        assert {*kept} == {(tokens, depth, 1) for tokens in (0, 48) for depth in (0, 2049, 4097)} | crowds
+        assert 32_767 not in prompts
+        assert {*kept} == {(tokens, depth, 1) for tokens in (0, 48) for depth in (0, 2049, 4097, 8193)}
         kept.clear()
         asyncio.run(warm_up_while_idle(engine, lambda: True, lambda: 0.0))
-        crowds = {(0, depth, rows) for depth in (0, 2049, 4097) for rows in (2, 4, 8, 16, 32, 64)}
+        soon = {(0, depth, rows) for depth in (0, 2049) for rows in (2, 4, 8) if device == "cuda"}
+        soon |= {(tokens, 16_385, 1) for tokens in (0, 48)}
+        assert {*kept[: len(soon)]} == soon
+        depths = (0, 2049, 4097, 8193, 16_385)
+        crowds = {(0, depth, rows) for depth in depths for rows in (2, 4, 8, 16, 32, 64)}
         crowds |= {(64, depth, rows) for depth in (0, 2049) for rows in range(2, 34, 2)}
         crowds = crowds if device == "cuda" else set()
-        assert {*kept} == {(tokens, depth, 1) for tokens in KEPT_TOKENS for depth in (0, 2049, 4097)} | crowds
-        assert (8191 in prompts) == (device == "cuda"), "whose attention plans each depth"
+        assert {*kept} == {(tokens, depth, 1) for tokens in KEPT_TOKENS for depth in depths} | crowds | soon
+        assert (32_767 in prompts) == (device == "cuda"), "whose attention plans each depth"
     finally:
         engine.close()
 
