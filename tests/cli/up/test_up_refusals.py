@@ -115,6 +115,21 @@ def test_a_home_of_another_user_or_that_others_write_in_is_refused(
     assert "others can write there" in in_process("--home", home, "up", "--json").value["error"]["message"]
 
 
+def test_a_home_that_we_may_not_read_is_not_one_where_nothing_runs() -> None:
+    home = in_memory.home()
+    (home / "run").mkdir()
+    home.chmod(0)
+    ours = os.geteuid()
+    os.seteuid(ours or 65_534)  # root may read all
+    try:
+        with pytest.raises((FailedPrecondition, PermissionError), match="another user" if ours == 0 else "denied"):
+            Home(home).running()
+    finally:
+        os.seteuid(ours)
+    home.chmod(0o700)
+    shutil.rmtree(home)
+
+
 @pytest.mark.parametrize("mode", [0o777, 0o755])
 def test_the_remedy_for_a_home_that_others_enter_is_a_command_for_any_path(mode: int) -> None:
     parent = in_memory.home()

@@ -142,11 +142,15 @@ class Home:
             (self.root / ".metadata_never_index").touch(mode=0o600)
 
     def running(self) -> Running | None:
-        """The facts of this home's last `kvasir up`; None if there was none, or if this home is a copy of that one."""
+        """The facts of this home's last `kvasir up`; None if there was none, or if this home is a copy of that one.
+        Raises for a home that we may not read, which may run all the same."""
         try:
             found = json.loads(self.running_file.read_text())
             known = Running(**{each.name: found[each.name] for each in fields(Running) if each.name in found})
             return known if found.get("home", "") in ("", self._directory()) else None
+        except PermissionError:
+            check_own_directory(self.root)
+            raise
         except (OSError, ValueError, TypeError):
             return None
 
