@@ -214,6 +214,13 @@ def test_a_script_says_one_thing_and_gets_the_reply_alone(cli: Cli, options: tup
         assert cli(*options, "chat", "zoe", "--once", nothing).code == 2
 
 
+@pytest.mark.long(4)
+def test_a_reply_that_takes_longer_than_a_script_allows_is_named_as_that(cli: Cli, options: tuple[str, ...]) -> None:
+    asked = ("chat", "sue", "--once", "-", "--within", "1", "--json")
+    slow = cli(*options, *asked, stdin="Hello there. " * 1_000)  # seconds of reading
+    assert (slow.code, slow.value["error"]["reason"]) == (3, "TURN_TOO_SLOW"), slow
+
+
 def test_a_script_ends_with_1_when_its_turn_is_not_stored(house: House, cli: Cli, options: tuple[str, ...]) -> None:
     """The store takes nothing more."""
     house.store.kill()

@@ -25,7 +25,7 @@ from kvasir.cli.talking.interrupts import interrupt_prompts
 from kvasir.cli.talking.turn import TurnResult, follow_turn
 from kvasir.clients import GenerateOptions, InferenceClient, StoreClient, message
 from kvasir.common.v1 import message_pb2
-from kvasir.errors import Conflict, KvasirError, Unavailable
+from kvasir.errors import Conflict, DeadlineExceeded, KvasirError, Unavailable
 from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2
 from kvasir.on_full import OnFullPolicy
@@ -194,12 +194,21 @@ class Conversation:
                 expected_version=None if whole is None else 0,
                 timeout_s=None if self.ends_s == math.inf else max(0.0, self.ends_s - time.monotonic()),
             )
-            with contextlib.closing(events):
+            with contextlib.closing(events), self._within_its_time():
                 return follow_turn(
                     events, on_progress=self._show_progress, on_text=self._write, on_reasoning=self._write_dimly
                 )
 
         return self._patiently(turn)
+
+    @contextlib.contextmanager
+    def _within_its_time(self) -> Iterator[None]:
+        """An engine that answered before is not silent: the turn took longer than --within."""
+        try:
+            yield
+        except DeadlineExceeded as error:
+            text = "--within: the reply did not end in this time"
+            raise DeadlineExceeded(text, field="--within", reason="TURN_TOO_SLOW", metadata=error.metadata) from None
 
     def _patiently(self, call: Callable[[], _T]) -> _T:
         """The call's result. An engine that is being started again is waited for."""
