@@ -143,7 +143,7 @@ class CountedMessages(turns.Body):
         if choice.type == "auto":
             return turns.free_calls(tools, one_call=one_call)
         if choice.type == "tool" and choice.name is None:
-            raise InvalidArgument.of("tool_choice.name", "expected a tool's")
+            raise InvalidArgument.of("tool_choice.name", "expected the name of a tool")
         name = choice.name if choice.type == "tool" else None
         return turns.forced_calls(name, one_call=one_call)
 

@@ -431,8 +431,11 @@ class Gateway:
 
 async def _refuse_route(request: Request, error: HTTPException) -> Response:
     if error.status_code == 405:
-        answer = refused(request, errors.NotAllowed("the method is not one of this path's"), "")
-        answer.headers.update(error.headers or {})
+        headers = error.headers or {}
+        what = f"this path takes {headers.get('Allow', 'other methods')}, not {request.method}"
+        answer = refused(request, errors.NotAllowed(what), "")
+        answer.headers.update(headers)
         return answer
     which = "the base URL of OpenAI's clients ends in /v1, that of Anthropic's and Ollama's does not"
-    return refused(request, NotFound(f"there is no such path: {which}", reason="PATH_NOT_FOUND"), "")
+    path = request.url.path[:200]
+    return refused(request, NotFound(f"there is no path {path} here: {which}", reason="PATH_NOT_FOUND"), "")

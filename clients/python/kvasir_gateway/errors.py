@@ -124,7 +124,7 @@ def anthropic(error: KvasirError, request_id: str) -> Refusal:
     said: dict[str, Any] = {"type": kind, "message": _message(error)}
     if error.field == "thread":  # then its SDK leaves it out, and sends the whole conversation
         said["details"] = {"error_code": "thread_unsupported_request"}
-    body = {"type": "error", "error": said, "request_id": request_id}
+    body = {"type": "error", "error": said, "request_id": request_id or None}
     return Refusal(status, body, {"request-id": request_id, **_retry_after(error)})
 
 
@@ -208,12 +208,14 @@ def api_of(path: str) -> Api:
 
 def refused(request: Request, error: KvasirError, request_id: str) -> Response:
     """The refusal in the shape of the API that was called. `request_id`: empty for what no route has admitted."""
-    api = api_of(request.url.path)
+    path = request.url.path
+    is_of_anthropic = path.startswith("/v1/models") and "anthropic-version" in request.headers
+    api = api_of("/v1/messages" if is_of_anthropic else path)
     refusal = api.shape(api.in_its_words(error), request_id)
     is_of_stranger = not request_id or isinstance(error, Unauthenticated | PermissionDenied)
     what = f"request.refused request_id={request_id or 'none'}"
     log_refusal(what, refusal.status, error, is_of_stranger=is_of_stranger)
-    return JSONResponse(refusal.body, refusal.status, dict(refusal.headers))
+    return JSONResponse(refusal.body, refusal.status, {name: value for name, value in refusal.headers.items() if value})
 
 
 def ended_by(api: Api, request_id: str, error: KvasirError, number: int = 0) -> str:

@@ -60,9 +60,9 @@ def _check(request: pb.GenerateRequest, choice: pb.ToolChoice) -> None:
         raise InvalidArgument.of("tool_choice", "expected tools, got none")
     known = {tool.name for tool in request.tools}
     if choice.kind == _NAMED and choice.name not in known:
-        raise InvalidArgument.of("tool_choice.name", f"expected a tool's, got {choice.name[:128]!r}")
+        raise InvalidArgument.of("tool_choice.name", f"expected the name of a tool, got {choice.name[:128]!r}")
     for place, name in enumerate(choice.names):
         if name not in known:
-            raise InvalidArgument.of(f"tool_choice.names[{place}]", f"expected a tool's, got {name[:128]!r}")
+            raise InvalidArgument.of(f"tool_choice.names[{place}]", f"expected the name of a tool, got {name[:128]!r}")
     if choice.kind in (_REQUIRED, _NAMED) and (other := request.WhichOneof("response_format")) is not None:
         raise InvalidArgument.of("tool_choice", f"expected no {other} beside it")

@@ -269,6 +269,20 @@ def test_a_stream_that_ends_by_a_bug_leaves_its_reason_in_the_log_and_no_text(
     assert "api_error" in event
 
 
+def test_a_path_or_method_that_no_route_takes_is_refused_by_its_name(front: Front) -> None:
+    for_anthropic = {"anthropic-version": "2023-06-01"}
+    with httpx.Client(base_url=front.gateway.url, headers=front.bearer()) as client:
+        path = client.post("/v1/messages/batches", json={}, headers=for_anthropic)
+        method = client.get("/v1/chat/completions")
+        model = client.get("/v1/models/none", headers=for_anthropic)
+    assert (path.status_code, path.json()["request_id"], is_in_shape("/v1/messages", path.json())) == (404, None, True)
+    assert "/v1/messages/batches" in path.json()["error"]["message"]
+    assert (method.status_code, "x-request-id" in method.headers, method.headers["allow"]) == (405, False, "POST")
+    assert method.json()["error"]["message"] == "this path takes POST, not GET"
+    assert (model.status_code, is_in_shape("/v1/messages", model.json())) == (404, True)
+    assert model.json()["request_id"] == model.headers["request-id"]
+
+
 @pytest.mark.long(5)
 def test_a_wrong_base_url_or_key_is_refused_with_the_next_step(front: Front, openai: Any, anthropic: Any) -> None:
     refused = []

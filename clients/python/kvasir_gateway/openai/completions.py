@@ -49,7 +49,7 @@ class CompletionRequest(SamplingFields):
         if prompts and isinstance(prompts[0], int):
             prompts = [prompts]
         if len(prompts) != 1 or not prompts[0]:
-            raise InvalidArgument.of("prompt", "expected one text or one list of token ids, not empty")
+            raise InvalidArgument.of("prompt", "expected one prompt that is not empty: a text, or a list of token ids")
         only: str | Sequence[int] = prompts[0]
         return only
 
