@@ -21,6 +21,7 @@ from kvasir.options.table import options_of
 from kvasir.options.texts import texts_of
 from kvasir.waits import giving_way
 
+from inference_svc.engine.first_operations import run_first_operations
 from inference_svc.engine.mlx_thread import MlxThread
 from inference_svc.kv.attention.host_copy import copies_itself
 from inference_svc.kv.kept_files import KeptDirs, kept_folder
@@ -116,6 +117,8 @@ class FirstModel:
         if copies_itself() and not copies:
             files = weight_files(directory)
             coming = ComingWeights(files, begin_digests(files, self._state_dir))
+            with contextlib.suppress(Exception):  # the first turn's then
+                run_first_operations(directory)
         self._is_imported.wait()
         kept = KeptDirs(self._state_dir, kept_folder())
         return _load(directory, compute_type, copies_weights=copies, kernels=kernels, kept=kept, coming=coming)

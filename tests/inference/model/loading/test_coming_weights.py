@@ -35,6 +35,7 @@ SHAPES = {"a": (70, 90), "b": (3,), "c": (1,), "d": (0, 4), "e": (5000,)}
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedDriver]:
     monkeypatch.setattr(host_copy, "_PIECE_BYTES", 1024)
     monkeypatch.setattr(host_copy, "_LARGE_PIECE_BYTES", 4096)
+    monkeypatch.setattr(first_model, "run_first_operations", lambda _: None)
     played = play(monkeypatch)
     yield played
     played.gate.set()
