@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from kvasir.cli.running.health import STORE_SERVICE, Health, http_health, is_ready
-from kvasir.cli.running.home import Endpoint
+from kvasir.cli.running.home import Endpoint, Home
 
 from tests.running.ports import free_port
 from tests.running.programs import Program
@@ -54,7 +54,7 @@ def test_a_gateway_starts_though_its_log_takes_nothing(tmp_path: Path) -> None:
     ]
 
     def is_up() -> bool:
-        return asyncio.run(http_health(address)) in (Health.READY, Health.NOT_READY)
+        return asyncio.run(http_health(Home(tmp_path), address)) is Health.FOREIGN  # it has no home
 
     with running("kvasir_gateway", words, is_up):
         pass

@@ -258,7 +258,8 @@ def gateway_mark(state_dir: Path, home: Path | None) -> str:
     """A home's gateway shows it at /healthz, so that `kvasir up` takes no other home's gateway for its own. It is made
     of the key in the gateway's state, and so reveals nothing of the home. Raises CredentialFileError."""
     key = read_private_text(state_dir / GATEWAY_KEY).strip()
-    return blake3(f"{key} {home}".encode(), derive_key_context="kvasir gateway of a home").hexdigest(16)
+    text = f"{key} {home and home.resolve()}"
+    return blake3(text.encode(), derive_key_context="kvasir gateway of a home").hexdigest(16)
 
 
 def _parse(text: str, path: Path) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from kvasir.address import AddressError, parse_address
 from kvasir.cli import failures
 from kvasir.cli.caller import Caller
 from kvasir.cli.running import checks
-from kvasir.cli.running.home import Home
+from kvasir.cli.running.group import service_states
+from kvasir.cli.running.home import Home, Running
 from kvasir.cli.running.own_credentials import make_credentials
 from kvasir.cli.running.plan import Plan, plan_of
 from kvasir.cli.running.starting import detached
@@ -275,6 +276,15 @@ def test_a_home_takes_no_other_homes_gateway_for_its_own(tmp_path: Path) -> None
         assert not asyncio.run(of_other.service().is_ready()), "it has no key yet"
         shutil.copytree(homes[0].gateway_state, homes[1].gateway_state, dirs_exist_ok=True)
         assert not asyncio.run(of_other.service().is_ready()), "a copy of a home is another home"
+        (tmp_path / "link").symlink_to(homes[0].root)
+        for name, state in (("one", "not ready"), ("link", "not ready"), ("other", "another program's")):
+            home = Home(tmp_path / name)
+            home.write_running(Running(1, "unix:/s", "unix:/e", http=address, http_url=f"http://{address}/v1"))
+            [http] = [each for each in service_states(Caller(home)) if each.name == "http"]
+            assert (http.state, bool(http.problems)) == (state, name != "other")
+        refused = in_process("--home", homes[1].root, "open", "--print", "--json")
+        assert (refused.code, "another program answers" in refused.value["error"]["message"]) == (3, True)
+        assert in_process("--home", homes[0].root, "open", "--print", "--json").code == 0
 
 
 @pytest.mark.parametrize("is_taken", [True, False])

@@ -9,7 +9,7 @@ import pytest
 from kvasir.cli.caller import Caller
 from kvasir.cli.running.home import Home, Running
 from kvasir.cli.talking.browser import open_page
-from kvasir.credentials import write_private_text
+from kvasir.credentials import GATEWAY_MARK, write_private_text
 from kvasir.errors import Unauthenticated, Unavailable
 
 from tests.gateway.conftest import ORIGIN, Front
@@ -23,6 +23,12 @@ def caller_of(root: Path, url: str, token: str) -> Caller:
     home.write_running(Running(pid=0, store="", engine="", http=url.partition("//")[2], http_url=f"{url}/v1"))
     write_private_text(home.tokens / "client.token", token)
     return Caller(home, as_json=True)
+
+
+@pytest.fixture(autouse=True)
+def every_home_is_its_gateways(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = httpx.get(f"{front.gateway.url}/healthz").headers[GATEWAY_MARK]
+    monkeypatch.setattr(Home, "gateway_mark", lambda _: shown)
 
 
 @pytest.fixture

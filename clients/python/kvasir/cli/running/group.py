@@ -102,7 +102,7 @@ def _state(name: str, endpoint: Endpoint, home: Home, running: Running | None, a
         pid = getattr(running, f"{name}_pid")
         pid = pid if pid in alive else 0
     if name == "http":
-        answer = asyncio.run(http_health(endpoint.address, ANSWER_S))
+        answer = asyncio.run(http_health(home, endpoint.address, ANSWER_S))
     else:
         answer = asyncio.run(health(endpoint, _SERVICES[name], ANSWER_S))
     state: str = answer
@@ -113,7 +113,7 @@ def _state(name: str, endpoint: Endpoint, home: Home, running: Running | None, a
     # The gateway reports at its own address why it is not well.
     asked = running.http if name == "http" and running is not None else metrics
     is_elsewhere = name == "store" and running is not None and running.store_elsewhere is not None
-    problems = tuple(problems_at(asked, ANSWER_S))
+    problems = tuple(problems_at(asked, ANSWER_S)) if answer is not Health.FOREIGN else ()
     return ServiceState(name, endpoint.address, pid, state, metrics, problems, is_elsewhere)
 
 

@@ -6,7 +6,7 @@ import http.client
 import json
 
 from kvasir.address import accepts, parse_address
-from kvasir.cli.running.home import Endpoint
+from kvasir.cli.running.home import Endpoint, Home
 from kvasir.credentials import GATEWAY_MARK
 from kvasir.errors import InvalidArgument
 
@@ -22,6 +22,7 @@ class Health(enum.StrEnum):
     NOT_READY = "not ready"  # it answers, and does not serve
     SILENT = "does not answer"  # something listens there
     STOPPED = "stopped"  # nothing listens there
+    FOREIGN = "another program's"  # a gateway of another home, or another HTTP server
 
 
 async def health(endpoint: Endpoint, service: str, timeout_s: float = 1.0) -> Health:
@@ -45,17 +46,16 @@ async def health(endpoint: Endpoint, service: str, timeout_s: float = 1.0) -> He
     return Health.READY if answer.status == health_pb2.HealthCheckResponse.SERVING else Health.NOT_READY
 
 
-async def http_health(address: str, timeout_s: float = 1.0, mark: str | None = None) -> Health:
-    """How the gateway at HOST:PORT is, which is as well as its engine and store are. One that shows another mark than
-    the given one belongs to another home."""
+async def http_health(home: Home, address: str, timeout_s: float = 1.0) -> Health:
+    """How the home's gateway at HOST:PORT is, which is as well as its engine and store are."""
     try:
         status, _, shown = await asyncio.to_thread(_healthz, address, timeout_s)
     except ConnectionError:
         return Health.STOPPED
     except (OSError, http.client.HTTPException):
         return Health.SILENT
-    if mark is not None and shown != mark:
-        return Health.SILENT
+    if not shown or shown != home.gateway_mark():
+        return Health.FOREIGN
     return Health.READY if status == http.client.OK else Health.NOT_READY
 
 

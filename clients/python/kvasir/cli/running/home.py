@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvasir.address import AddressError, parse_address
-from kvasir.credentials import check_own_directory, read_token, replace_private_text
+from kvasir.credentials import (
+    CredentialFileError,
+    check_own_directory,
+    gateway_mark,
+    read_token,
+    replace_private_text,
+)
 from kvasir.errors import FailedPrecondition, InvalidArgument
 
 if TYPE_CHECKING:  # else with its first client: services begin before `kvasir up` has imported gRPC
@@ -104,6 +110,13 @@ class Home:
         """`kvasir` with these words for this home, as a person types it."""
         home = "" if self.root == DEFAULT_HOME.expanduser() else f"--home {shlex.quote(str(self.root))} "
         return f"kvasir {home}{words}"
+
+    def gateway_mark(self) -> str:
+        """Of its gateway; empty before that has made its key."""
+        try:
+            return gateway_mark(self.gateway_state, self.root)
+        except CredentialFileError:
+            return ""
 
     def seal_options(self) -> tuple[str, ...]:
         """The key's options for a program of the store. Without them, it reads KVASIR_STORE_SEAL_… variables."""

@@ -10,12 +10,11 @@ from pathlib import Path
 from kvasir.address import parse_address
 from kvasir.cli.fleet.elsewhere import endpoint_of, engine_tokens, shares_credentials
 from kvasir.cli.running.health import ENGINE_SERVICE, STORE_SERVICE, Health, http_health, is_ready
-from kvasir.cli.running.home import Endpoint, has_files
+from kvasir.cli.running.home import Endpoint, Home, has_files
 from kvasir.cli.running.own_credentials import OPERATORS, SERVICE_ADMINS
 from kvasir.cli.running.program import MODULE
 from kvasir.cli.running.supervisor import Service
 from kvasir.cli.settings.asked import Asked
-from kvasir.credentials import CredentialFileError, gateway_mark
 from kvasir.options.engine import EngineTable
 from kvasir.options.finding import command_line
 from kvasir.options.gateway import GatewayTable
@@ -61,11 +60,8 @@ class ServiceProcess:
 
     async def _answers(self) -> bool:
         if self.name == "http":  # it reports that it is unwell as long as its engine is away, and lives
-            try:  # of two homes that start at one address, the first one's answers both
-                mark = gateway_mark(Path(str(self.options["state_dir"])), Path(str(self.options["home"])))
-            except CredentialFileError:  # it has not made its key yet
-                return False
-            return await http_health(self.endpoint.address, mark=mark) in (Health.READY, Health.NOT_READY)
+            home = Home(Path(str(self.options["home"])))
+            return await http_health(home, self.endpoint.address) in (Health.READY, Health.NOT_READY)
         return await is_ready(self.endpoint, STORE_SERVICE if self.name == "store" else ENGINE_SERVICE)
 
 

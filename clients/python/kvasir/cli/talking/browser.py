@@ -1,5 +1,6 @@
 """`kvasir open`: the page of the home's gateway in a browser, signed in by a code that opens it once."""
 
+import asyncio
 import json
 import urllib.error
 import urllib.request
@@ -11,6 +12,7 @@ from typing import Annotated
 from urllib.parse import urlencode
 
 from kvasir.cli.caller import Caller
+from kvasir.cli.running.health import Health, http_health
 from kvasir.cli.running.own_credentials import people_token
 from kvasir.cli.showing.arguments import option
 from kvasir.credentials import read_token, replace_private_text
@@ -32,6 +34,8 @@ def open_page(
         how = f"first end what runs without HTTP, `{caller.home.command('down')}`; {start}" if running else start
         raise Unavailable(f"no gateway runs here: {how}", reason="NOT_RUNNING")
     site = running.http_url.removesuffix("/v1")
+    if asyncio.run(http_health(caller.home, running.http, ANSWER_S)) is Health.FOREIGN:  # it gets no token of ours
+        raise Unavailable(f"another program answers at {running.http}, not the gateway of {caller.home.root}")
     token = read_token(caller.token_file) if caller.token_file is not None else people_token(caller.home)
     code = _code(site, token)
     url = f"{site}/page/open?{urlencode({'code': code})}" if code else f"{site}/"
