@@ -67,6 +67,7 @@ def warm_up(engine: Engine, clock: Callable[[], float]) -> None:
         _run_each_kernel(engine)
         if clock() - began_s > PATIENCE_S and _rounds_rows(engine):
             wait([engine.keep_graph(*graph) for graph in _crowds_graphs(engine)], WORK_S)
+            _wait(*_run_all(engine, _streams(engine)))
             _wait(*_run_all(engine, _crowd(engine)))
     elif engine.model.weights_bytes <= _QUICK_BYTES:
         _wait(*_run_all(engine, [_FEWEST]))
@@ -80,6 +81,7 @@ async def warm_up_while_idle(engine: Engine, is_idle: Callable[[], bool], clock:
     if engine.device == "cpu":
         return
     cell = _cell(engine)
+    await _run_while_idle(engine, _streams(engine), is_idle, clock)
     await _keep_while_idle(engine, _soon_graphs(engine), is_idle)
     for tokens in KEPT_TOKENS:
         await _run_while_idle(engine, [(min(tokens, cell), 1)], is_idle, clock)
@@ -156,8 +158,6 @@ def _run_each_kernel(engine: Engine) -> None:
     longest = engine.model.context_tokens - _DECODED_TOKENS
     short = min(_SHORT_TOKENS, longest)
     _wait(*_run_all(engine, [(_cell(engine), _DECODED_TOKENS)]))  # a whole cell, and a short one behind it
-    # Streams that end one after the other.
-    _wait(*_run_all(engine, [(short, _DECODED_TOKENS + place) for place in range(4)]))
     for tokens in _OWN_KERNELS:
         _wait(*_run_all(engine, [(min(tokens, longest), 1)]))
     _wait(_run(engine, short, _ANY_WAY))
@@ -181,6 +181,12 @@ def _crowds_graphs(engine: Engine) -> Iterable[tuple[int, int, int]]:
         return ()
     packed = product([ROW_TOKENS], _depths(engine)[:2], _PACKED_ROWS)
     return (*packed, *product([0], _depths(engine), _CROWDS_ROWS))
+
+
+def _streams(engine: Engine) -> list[tuple[int, int]]:
+    """As `_crowd`, of short prompts."""
+    longest = engine.model.context_tokens - _DECODED_TOKENS
+    return [(min(_SHORT_TOKENS, longest), _DECODED_TOKENS + place) for place in range(4)]
 
 
 def _crowd(engine: Engine) -> list[tuple[int, int]]:
