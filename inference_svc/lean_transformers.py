@@ -21,7 +21,8 @@ def import_transformers_without_torch() -> None:
 
 class _WithoutTorch(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
-        with hidden("torch"), _packages_when_needed():
+        # httpx's own command line would come, with rich, pygments and click: 0.04 s.
+        with hidden("torch", "httpx._main"), _packages_when_needed():
             # Its utilities want it, and we import them first.
             vars(module)["__version__"] = metadata.version("transformers")
             _look_through_models_when_needed(Path(self.path).parent / "models")

@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
-from importlib import metadata
+from importlib import import_module, metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
+from kvasir.server.lean_imports import hidden
 
 from inference_svc import lean_transformers
 from inference_svc.model import kvasir_tiny
@@ -51,6 +53,21 @@ def test_a_tokenizer_loads_without_a_look_at_other_models() -> None:
     argv = [sys.executable, "-c", COUNTING, str(kvasir_tiny.path())]
     answer = subprocess.run(argv, capture_output=True, text=True, check=True)
     assert int(answer.stdout) < 30
+
+
+def test_a_part_of_a_package_is_hidden_while_the_package_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As httpx's command line."""
+    (tmp_path / "with_program").mkdir()
+    program = "try:\n    from ._main import main\nexcept ImportError:\n    main = None\n"
+    (tmp_path / "with_program" / "__init__.py").write_text(program)
+    (tmp_path / "with_program" / "_main.py").write_text("main = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with hidden("with_program._main"):
+        package = import_module("with_program")
+    assert package.main is None
+    assert import_module("with_program._main").main == 1
 
 
 def test_installed_packages_are_looked_through_when_one_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
