@@ -1,11 +1,14 @@
 """The program `kvasir`, and `python -m kvasir`: the command line."""
 
-import os
-import signal
-import sys
+try:
+    import os
+    import signal
+    import sys
 
-from kvasir.cli.own_services.installed_messages import import_messages
-from kvasir.cli.own_services.second_process import begun, is_up_alone, rest
+    from kvasir.cli.own_services.installed_messages import import_messages
+    from kvasir.cli.own_services.second_process import begun, is_up_alone, rest
+except KeyboardInterrupt:  # from here on `main` leaves it to the system
+    raise SystemExit(130) from None
 
 
 def main() -> None:
