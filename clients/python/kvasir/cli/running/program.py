@@ -9,7 +9,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib import metadata
 from typing import Any, NamedTuple
 
 from kvasir.errors import FailedPrecondition
@@ -25,6 +24,8 @@ def option_words(name: str, value: object) -> list[str]:
 
 def version_of(package: str) -> str:
     """Of an installed package; empty for another."""
+    from importlib import metadata  # with readers of mails and archives, for which no start should wait
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
