@@ -140,9 +140,13 @@ def test_other_commands_begin_no_second_process(words: list[str], monkeypatch: p
         (["--home"], False),
     ],
 )
-def test_only_up_itself_runs_without_the_modules_of_other_commands(words: list[str], is_up: bool) -> None:
-    assert is_up_alone(["--resting", *words], None) is is_up
+def test_only_up_itself_runs_without_the_modules_of_other_commands(
+    words: list[str], is_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert not is_up_alone(words, None), "in the foreground the command checks all first"
+    monkeypatch.setattr(sys, "_xoptions", {"resting": True})
+    assert is_up_alone(words, None) is is_up
+    assert begun(words) is None, "it does not detach itself"
 
 
 def test_the_process_of_up_in_the_background_begins_before_the_command_line_is_imported(
@@ -167,17 +171,18 @@ def test_the_process_of_up_in_the_background_begins_before_the_command_line_is_i
     assert events == ["begun", "imported", ["--home", "/h", "up", "-d", "--json", "--no-http"]]
 
 
-def test_the_second_process_does_not_detach_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun_with: list[list[str]] = []
-    monkeypatch.setattr(subprocess, "Popen", lambda argv, **_: begun_with.append(argv))
-    SecondProcess(["--home", "/h", "up", "--detach", "--no-http", "-d"])
-    assert begun_with[0][4:] == ["--json", "--home", "/h", "up", "--no-http"]
+def test_ps_shows_the_second_process_as_it_was_typed() -> None:
+    words = ["--home", "/h", "up", "--detach", "--no-http", "-d"]
+    process = SecondProcess(words)._process
+    with process:
+        assert psutil.Process(process.pid).cmdline()[-7:] == ["kvasir", *words]
+        process.kill()
 
 
 def test_the_second_process_runs_its_command_with_its_log(tmp_path: Path) -> None:
     log = tmp_path / "up.log"
     log.write_text("before\n")
-    process = SecondProcess(["--json", "up", "--unknown"]).go_on(log)
+    process = SecondProcess(["up", "-d", "--unknown"]).go_on(log)
     assert process.stdout is not None
     with process, process.stdout as out:
         assert "--unknown" in json.loads(out.read())["error"]["message"]

@@ -114,8 +114,8 @@ main()
 
 
 def test_services_of_up_in_the_background_wait_neither_for_grpc_nor_for_other_commands(tmp_path: Path) -> None:
-    words = ("--resting", "--home", str(tmp_path / "home"), "--json", "up")
-    program = [sys.executable, "-c", _BEGINS_SERVICES, *words]
+    words = ("--home", str(tmp_path / "home"), "up", "-d")
+    program = [sys.executable, "-X", "resting", "-c", _BEGINS_SERVICES, *words]
     log = tmp_path / "log"
     log.touch()
     done = subprocess.run(program, input=str(log), capture_output=True, text=True, check=True, timeout=60)
