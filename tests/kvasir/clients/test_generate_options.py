@@ -148,13 +148,23 @@ def test_half_a_character_is_refused_in_plain_words(given: str, field: str) -> N
         ({"prompt": [-1]}, "prompt_token_ids"),
         ({"prompt": "x", "sampling": {"seed": 1 << 64}}, "sampling"),
         ({"prompt": "x", "sampling": {"nothing": 1}}, "sampling"),
-        ({"prompt": "x", "json_schema": {"enum": {1}}}, "request"),
+        ({"prompt": "x", "json_schema": {"enum": {1}}}, "json_schema"),
+        ({"prompt": "x", "memory_mode": "none"}, "memory_mode"),
+        ({"prompt": "x", "base_version": "x"}, "base_version"),
+        ({"messages": "Hello."}, "messages[0]"),
+        ({"messages": [{"role": "user", "text": "Hello."}]}, "messages[0].text"),
     ],
 )
 def test_a_value_that_a_message_cannot_hold_is_refused_with_its_field(given: dict[str, Any], field: str) -> None:
     with InferenceClient.connect("127.0.0.1:1") as client, pytest.raises(InvalidArgument) as caught:
         client.reply(**given)
     assert caught.value.field == field
+    assert "ValueError: unknown enum" not in caught.value.message
+
+
+def test_a_field_of_sampling_that_a_call_names_is_shown_in_its_place() -> None:
+    with InferenceClient.connect("127.0.0.1:1") as client, pytest.raises(TypeError, match=r"'temperature': 0\.5"):
+        client.reply(prompt="x", temperature=0.5)  # type: ignore[call-arg]
 
 
 def test_generate_and_reply_take_the_same_in_both_clients() -> None:

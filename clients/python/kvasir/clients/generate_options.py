@@ -1,8 +1,8 @@
 """How a turn is to be done, as one value: everything of a turn's request but its input."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypedDict
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypedDict
 
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
@@ -106,6 +106,14 @@ class GenerateOptions(MemoryOptions, ReplyOptions):
     model: str = ""
     # Names the turn, so that it can be requested again without being done twice. Empty: a new id for each call.
     request_id: str = ""
+
+
+def with_named(options: GenerateOptions | None, named: Mapping[str, Any]) -> GenerateOptions:
+    """The options with those that a call names in their places. Raises TypeError."""
+    for name in named.keys() - {each.name for each in fields(GenerateOptions)}:
+        if name in pb.Sampling.DESCRIPTOR.fields_by_name:
+            raise TypeError(f"{name} is a field of sampling: sampling={{{name!r}: {named[name]!r}}}")
+    return replace(options or GenerateOptions(), **named)
 
 
 def template_values(given: Mapping[str, TemplateSetting]) -> dict[str, pb.TemplateValue]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from blake3 import blake3
+from google.protobuf.message import Message as ProtoMessage
 
 from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.clients.channel import Metadata, repeatable
@@ -20,6 +21,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 PLACE_KEY = "kvasir-place"
 """The metadata by which a load balancer keeps an agent's turns together: the name's digest, as names are no headers."""
 _Request = TypeVar("_Request", pb.GenerateRequest, pb.WarmRequest, pb.CountTokensRequest)
+_Made = TypeVar("_Made", bound=ProtoMessage)
 Messages = Sequence[GivenMessage]
 Prompt = str | Sequence[int]  # a text, or token ids of the model
 
@@ -167,14 +169,16 @@ def turn_request(given: Input, options: GenerateOptions, request_id: str) -> pb.
         raise InvalidArgument.of("response_format", "expected json_schema or regex, got both")
     with _refusing("sampling"):
         sampling = options.to_proto_sampling()
-    with _refusing():
-        request = pb.GenerateRequest(
-            request_id=request_id,
-            sampling=sampling,
-            template_settings=template_values(options.template_settings),
-            json_schema=json.dumps(schema) if isinstance(schema, Mapping) else schema,  # type: ignore[arg-type]
-            **{name: getattr(options, name) for name in _AS_GIVEN},  # None leaves a field out
-        )
+    with _refusing("json_schema"):
+        json_schema = json.dumps(schema) if isinstance(schema, Mapping) else schema
+    request = _made(
+        pb.GenerateRequest,
+        request_id=request_id,
+        sampling=sampling,
+        template_settings=template_values(options.template_settings),
+        json_schema=json_schema,
+        **{name: getattr(options, name) for name in _AS_GIVEN},  # None leaves a field out
+    )
     return _filled(request, inputs)
 
 
@@ -197,14 +201,11 @@ def warm_request(
     inputs = _inputs(given)
     if len(inputs) > 1:
         raise InvalidArgument.of("input", "expected at most one of prompt, messages and append_messages")
-    with _refusing():
-        request = pb.WarmRequest(agent_id=agent_id, tools=tools, model=model, **_prompted(named))  # type: ignore[arg-type]
-    return _filled(request, inputs)
+    return _filled(_made(pb.WarmRequest, agent_id=agent_id, tools=tools, model=model, **_prompted(named)), inputs)
 
 
 def sleep_request(agent_id: str, model: str) -> pb.SleepRequest:
-    with _refusing():
-        return pb.SleepRequest(agent_id=agent_id, model=model)
+    return _made(pb.SleepRequest, agent_id=agent_id, model=model)
 
 
 def count_request(
@@ -219,13 +220,13 @@ def count_request(
     inputs = _inputs(given)
     if len(inputs) != 1:
         raise InvalidArgument.of("input", "expected exactly one of prompt and messages")
-    with _refusing():
-        request = pb.CountTokensRequest(
-            tools=tools,
-            model=model,
-            continue_final_message=continue_final_message,
-            **_prompted(named),  # type: ignore[arg-type]
-        )
+    request = _made(
+        pb.CountTokensRequest,
+        tools=tools,
+        model=model,
+        continue_final_message=continue_final_message,
+        **_prompted(named),
+    )
     return _filled(request, inputs)
 
 
@@ -233,21 +234,33 @@ def embed_request(
     texts: Sequence[str | Sequence[int]], *, model: str, dimensions: int | None, truncate: bool, priority: pb.Priority
 ) -> pb.EmbedRequest:
     """Raises InvalidArgument for values that the message cannot hold; the service checks the rest."""
-    with _refusing():
-        return pb.EmbedRequest(
-            model=model,
-            inputs=[
-                pb.EmbedInput(text=text) if isinstance(text, str) else pb.EmbedInput(token_ids=pb.TokenIds(ids=text))
-                for text in texts
-            ],
-            dimensions=dimensions,  # type: ignore[arg-type]  # the stubs do not know that None leaves it out
-            truncate=truncate,
-            priority=priority,
-        )
+    with _refusing("inputs"):
+        inputs = [
+            pb.EmbedInput(text=text) if isinstance(text, str) else pb.EmbedInput(token_ids=pb.TokenIds(ids=text))
+            for text in texts
+        ]
+    return _made(
+        pb.EmbedRequest, model=model, inputs=inputs, dimensions=dimensions, truncate=truncate, priority=priority
+    )
+
+
+def _made(kind: type[_Made], **values: object) -> _Made:
+    """A message of these values. Raises InvalidArgument, which names the first of them that it cannot hold."""
+    try:
+        return kind(**values)
+    except (TypeError, ValueError):
+        for name, value in values.items():
+            enum = kind.DESCRIPTOR.fields_by_name[name].enum_type
+            if enum is not None and isinstance(value, str) and value not in enum.values_by_name:
+                words = ", ".join(enum.values_by_name)
+                raise InvalidArgument.of(name, f"expected one of {words}, got {value[:40]!r}") from None
+            with _refusing(name):
+                kind(**{name: value})
+        raise
 
 
 @contextmanager
-def _refusing(field: str = "request") -> Iterator[None]:
+def _refusing(field: str) -> Iterator[None]:
     """Makes InvalidArgument of protobuf's refusals: values out of range, and text that is no UTF-8."""
     try:
         yield

@@ -1,5 +1,6 @@
 """Messages of a conversation in Python's own terms: words for roles, and a text for its parts."""
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -38,18 +39,32 @@ def message(
     )
 
 
+_ARGUMENTS = tuple(inspect.signature(message).parameters)
+
+
 def message_list(given: Sequence[GivenMessage], field_name: str) -> list[message_pb2.Message]:
     """Messages, or mappings of the arguments of `message`. Raises InvalidArgument that names the message."""
     found = []
     for index, each in enumerate(given):
+        if not isinstance(each, message_pb2.Message | Mapping):
+            problem = f"expected a message or a mapping, got {type(each).__name__}"
+            raise InvalidArgument.of(f"{field_name}[{index}]", problem)
         try:
-            found.append(each if isinstance(each, message_pb2.Message) else message(**each))
+            found.append(each if isinstance(each, message_pb2.Message) else _of_mapping(each))
         except InvalidArgument as error:
             field = f"{field_name}[{index}].{error.field}"
             raise InvalidArgument(f"{field_name}[{index}].{error.message}", field=field) from None
         except (TypeError, ValueError, AttributeError) as error:
             raise InvalidArgument.of(f"{field_name}[{index}]", unheld(error)) from None
     return found
+
+
+def _of_mapping(given: Mapping[str, Any]) -> message_pb2.Message:
+    if unknown := given.keys() - _ARGUMENTS:
+        raise InvalidArgument.of(str(min(unknown))[:40], f"a message has only {', '.join(_ARGUMENTS)}")
+    if "role" not in given:
+        raise InvalidArgument.of("role", f"expected one of {', '.join(_ROLES)}, got none")
+    return message(**given)
 
 
 def unheld(error: Exception) -> str:

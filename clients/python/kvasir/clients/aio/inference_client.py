@@ -5,7 +5,6 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, Self, Unpack, cast
 
@@ -17,7 +16,7 @@ from kvasir.clients.aio.agent_client import AioAgentClient
 from kvasir.clients.aio.large_requests import LargeRequests
 from kvasir.clients.aio.service_client import Making, at_once
 from kvasir.clients.channel import Metadata, Tls, aio_channel, calls_of
-from kvasir.clients.generate_options import GenerateOptions, OptionArguments
+from kvasir.clients.generate_options import GenerateOptions, OptionArguments, with_named
 from kvasir.errors import KvasirError, NotFound, Unavailable
 from kvasir.inference.v1 import handover_pb2_grpc, inference_pb2_grpc
 from kvasir.inference.v1 import inference_pb2 as pb
@@ -90,7 +89,7 @@ class AioInferenceClient(AioAgentClient):
         call. Closing the generator cancels the turn. Raises the types of `kvasir.errors`. When an agent's turn breaks,
         the error's metadata has the turn's request_id (retry with it: nothing is done twice) and
         remembered_version."""
-        options = replace(options or GenerateOptions(), **named)
+        options = with_named(options, named)
         request_id = options.request_id or str(uuid.uuid4())
         make = partial(turns.turn_request, turns.Input(prompt, messages, append_messages), options, request_id)
         written = await self.making(lambda: make().SerializeToString())
