@@ -2,16 +2,30 @@
 
 import gc
 import sys
+from importlib import import_module
 
-from inference_svc.first_model import FirstModel
+from inference_svc.model.blas import begin_loading_mlx
+
+_WITH_LIBRARIES = ("numpy", "tokenizers", "llguidance", "regex", "yaml")
 
 
 def main() -> int:
     gc.disable()  # until `settle_garbage`: it would look through modules again and again that stay
+    _import_beside_mlx()
+    from inference_svc.first_model import FirstModel
+
     with FirstModel(sys.argv[1:]) as first:
         from inference_svc.serving import serve_by_arguments  # as long as weights take, which are read meanwhile
 
         return first.leave(serve_by_arguments(sys.argv[1:], first.open_engine))
+
+
+def _import_beside_mlx() -> None:
+    """Modules that a model needs, too. First those whose own libraries would wait for MLX's."""
+    for name in _WITH_LIBRARIES:
+        import_module(name)
+    begin_loading_mlx()
+    import inference_svc.formats.grammars  # noqa: F401
 
 
 if __name__ == "__main__":

@@ -2,12 +2,16 @@
 globally and first take precedence over the wheel's reference BLAS, which is 30 to 60 times slower.
 """
 
+import contextlib
 import ctypes
 import functools
 import os
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 # From mkl_cbwr.h. AUTO takes the machine's best code path; STRICT makes one product's rounding independent of where
 # its operands lie in memory and of how many threads compute it.
@@ -36,6 +40,23 @@ def load_optimized_blas() -> str | None:
         _make_reproducible(library)
         return Path(name).name
     return None
+
+
+def begin_loading_mlx() -> None:
+    """On a thread that needs no interpreter: of CUDA's libraries, which MLX's needs, that takes 0.3 s. Meanwhile an
+    import of another extension module waits.
+    """
+
+    def load() -> None:
+        with contextlib.suppress(Exception):  # the import reports what is wrong
+            found: Any = find_spec("mlx.core")
+            library = Path(found.origin).parent / "lib" / "libmlx.so"
+            opened = ctypes.CDLL(None).dlopen
+            opened.argtypes, opened.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
+            opened(os.fsencode(library), os.RTLD_NOW)
+
+    if sys.platform == "linux":
+        Thread(target=load, name="mlx-library", daemon=True).start()
 
 
 def _candidates() -> Iterator[str]:

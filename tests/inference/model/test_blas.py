@@ -30,3 +30,31 @@ def test_a_thread_of_mkl_that_has_nothing_to_do_leaves_its_core() -> None:
     run = [sys.executable, "-c", _SPENT_AFTER_A_PRODUCT]
     spent_s = float(subprocess.run(run, env=environment, check=True, capture_output=True, timeout=60).stdout)
     assert spent_s < _REST_S / 10
+
+
+_LOADED_BESIDE = """
+import sys, threading
+from pathlib import Path
+import inference_svc
+from inference_svc.model import blas
+
+if sys.argv[1] == "broken":
+    blas.find_spec = lambda name: 1 / 0
+blas.begin_loading_mlx()
+for thread in threading.enumerate():
+    if thread.name == "mlx-library":
+        thread.join()
+maps = lambda: {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libmlx" in line}
+before = maps()
+assert "mlx.core" not in sys.modules
+import mlx.core as mx
+assert mx.ones(3).sum().item() == 3
+print(len(before), before <= maps(), len([path for path in maps() if path.endswith("libmlx.so")]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it is Linux's loader that is called")
+@pytest.mark.parametrize(("state", "found"), [("whole", "1 True 1"), ("broken", "0 True 1")])
+def test_mlxs_library_is_loaded_by_a_thread_and_once(state: str, found: str) -> None:
+    done = subprocess.run([sys.executable, "-c", _LOADED_BESIDE, state], capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.stderr) == (found, "")
