@@ -70,12 +70,6 @@ class Decoder:
         return bool(self._launched) and self._launched[-1].is_behind_cell
 
     @property
-    def begins_streams(self) -> bool:
-        """Whether the step that was not read has second tokens of replies."""
-        rows = self._launched[-1].order if self._launched else ()
-        return any(len(each.token_ids) == each.cells.prompt_tokens + 1 for each in rows)
-
-    @property
     def must_settle(self) -> bool:
         """Whether the step that was not read must be, before the next is enqueued."""
         last = self._launched[-1] if self._launched else None

@@ -14,7 +14,7 @@ from inference_svc.engine.files.held_turns import held_turn, sampler_of_carried
 from inference_svc.engine.files.incoming import Incoming
 from inference_svc.engine.files.leaving import LeavingFiles, begun_turn
 from inference_svc.engine.files.swapping import SwapIn, swap_out
-from inference_svc.engine.prefilling import Prefiller
+from inference_svc.engine.prefilling import Beside, Prefiller
 from inference_svc.engine.room import KvRoom
 from inference_svc.engine.scheduling.mask_budget import MaskBudget
 from inference_svc.engine.scheduling.schedulable import WITH_KV, Rules, Status
@@ -121,12 +121,8 @@ class EngineWorker:
         decoding = self._scheduler.begin_step(self._clock())
         self._may_decode = self._masks.begin_step(decoding, self._turns)
         # A step behind a cell is reported while the device computes the next cell, and one more is enqueued there. A
-        # row that the last cell began waits for that one: a step for it alone would keep all prompts waiting. It has
-        # waited for a whole pass then, so its second token is reported before the next one is enqueued.
-        if (is_behind := self._decoder.has_behind_cell) and self._decoder.begins_streams:
-            self._report_decoded()
-            self._may_decode = self._going_on()
-        has_prefilled = is_behind and self._carry_out_grants(take_mail, spent_s)
+        # row that the last cell began waits for that one: a step for it alone would keep all prompts waiting.
+        has_prefilled = self._decoder.has_behind_cell and self._carry_out_grants(take_mail, self._clock() - before_s)
         if not has_prefilled:
             if self._may_decode or self._decoder.is_ahead:
                 self._decode(self._may_decode, is_before_cell=is_before_cell)
@@ -262,8 +258,18 @@ class EngineWorker:
         """Turns of this step that decode and have not ended since."""
         return [each for each in self._may_decode if each.status is Status.DECODING and not each.is_cancelled]
 
+    def _report_beside_cell(self) -> None:
+        """While the device computes a cell's first layers, report the step before: to enqueue all of the cell takes the
+        processor longer than the device that step. All reports come then, or one would be longer after the last.
+        """
+        self._is_behind_cell = True
+        try:
+            self._report_decoded()
+        finally:
+            self._is_behind_cell = False
+
     def _decode_behind_cell(self) -> None:
-        """While the device computes a cell, report what was decoded before it, and enqueue the next step behind it."""
+        """Enqueue the next step behind a cell. On a CPU what was decoded before it is reported here."""
         self._is_behind_cell = True
         try:
             self._report_decoded()
@@ -302,7 +308,8 @@ class EngineWorker:
                 self._emit_all()
             if grant.turn.arrival is None:
                 is_awaited = self._may_decode or self._decoder.is_ahead
-                self._prefiller.compute(grant.cells, self._decode_behind_cell if is_awaited else None)
+                beside = Beside(self._report_beside_cell, self._decode_behind_cell) if is_awaited else None
+                self._prefiller.compute(grant.cells, beside)
             else:
                 with self._guarding(grant.turn):
                     grant.turn.arrival.advance(grant.size, self._report_decoded)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Sequence as Cells
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import mlx.core as mx
 from kvasir.errors import KvasirError, ResourceExhausted
@@ -19,6 +20,13 @@ from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.model_runner import ModelRunner
 
 _PACKED_DEPTH = 8192  # tokens; a long cell behind more is left to MLX's attention
+
+
+class Beside(NamedTuple):
+    """What is done while a device computes a pass: `report` when it has the first layers, `decode` when it has all."""
+
+    report: Callable[[], None]
+    decode: Callable[[], None]
 
 
 class Prefiller:
@@ -39,19 +47,19 @@ class Prefiller:
         self._guarding = guarding
         self._mask_token_id = mask_token_id
 
-    def compute(self, cells: Cells[TurnCell[Sequence]], behind: Callable[[], None] | None) -> None:
-        """Compute the cells, and draw first tokens where prompts end. `behind` is called while the device computes."""
+    def compute(self, cells: Cells[TurnCell[Sequence]], beside: Beside | None) -> None:
+        """Compute the cells, and draw first tokens where prompts end."""
         self.computed += sum(cell.size for cell in cells if not cell.turn.plan.is_own)
         packed = [cell for cell in cells if can_pack(_held(cell.turn)[0], cell.size)]
-        if len(cells) == 1 and not self._is_packed_alone(cells[0], is_awaited=behind is not None):
+        if len(cells) == 1 and not self._is_packed_alone(cells[0], is_awaited=beside is not None):
             packed = []
         alone = [cell for cell in cells if cell not in packed]
         if packed:
             with self._guarding(*(cell.turn for cell in packed)):
-                alone += () if self._compute_together(packed, behind) else packed
+                alone += () if self._compute_together(packed, beside) else packed
         for cell in alone:
             with self._guarding(cell.turn):
-                self._compute_alone(cell, behind)
+                self._compute_alone(cell, beside)
 
     def _is_packed_alone(self, cell: TurnCell[Sequence], *, is_awaited: bool) -> bool:
         """Whether a cell that is alone in its pass is computed as those that share one, whose graph is kept: beside
@@ -61,7 +69,7 @@ class Prefiller:
             return False
         return KEPT_TOKENS[-1] < cell.size <= min(self._shared.most_tokens, _PACKED_DEPTH - cell.position)
 
-    def _compute_together(self, cells: Cells[TurnCell[Sequence]], behind: Callable[[], None] | None) -> bool:
+    def _compute_together(self, cells: Cells[TurnCell[Sequence]], beside: Beside | None) -> bool:
         """Whether there was room for all; alone, only the turn for which there is none fails."""
         drawing = [place for place, cell in enumerate(cells) if cell.turn.draws_after(cell.size)]
         draws: list[Draws] = []
@@ -70,12 +78,12 @@ class Prefiller:
             if drawing:
                 rows = parts[0].kv.pool.numbers.of(drawing)
                 draws.append(self._draws([cells[place].turn for place in drawing], logits[rows]))
-            if behind is not None:
-                behind()
+            if beside is not None:
+                beside.decode()
 
         try:
             parts = [Cell(_held(cell.turn)[0], cell.turn.next_tokens(cell.size)) for cell in cells]
-            self._runner.packed_logits(parts, draw)
+            self._runner.packed_logits(parts, draw, beside.report if beside else _nothing)
         except ResourceExhausted:
             return False
         drawn = dict(zip(drawing, draws[0].read() if draws else (), strict=True))
@@ -84,22 +92,23 @@ class Prefiller:
                 _take_in(cell, drawn.get(place))
         return True
 
-    def _compute_alone(self, cell: TurnCell[Sequence], behind: Callable[[], None] | None) -> None:
+    def _compute_alone(self, cell: TurnCell[Sequence], beside: Beside | None) -> None:
         sequence, tokens = cell.turn, cell.turn.next_tokens(cell.size)
         kv, _ = _held(sequence)
+        report, decode = beside or (_nothing, None)
         if not sequence.draws_after(cell.size):
             take = sequence.hidden.add if sequence.hidden is not None else None
-            self._runner.prefill(kv, tokens, lambda: sequence.is_cancelled, behind, take)
+            self._runner.prefill(kv, tokens, lambda: sequence.is_cancelled, decode, take, report)
             _take_in(cell, None)
             return
         draws: list[Draws] = []
 
         def draw(logits: mx.array) -> None:
             draws.append(self._draws([sequence], logits))
-            if behind is not None:
-                behind()
+            if decode is not None:
+                decode()
 
-        logits = self._runner.last_logits(kv, tokens, lambda: sequence.is_cancelled, draw if behind else None)
+        logits = self._runner.last_logits(kv, tokens, lambda: sequence.is_cancelled, draw if decode else None, report)
         [drawn] = (draws or [self._draws([sequence], logits)])[0].read()
         _take_in(cell, drawn)
 
@@ -108,6 +117,10 @@ class Prefiller:
         if self._mask_token_id is not None:
             logits = without_mask(logits, self._mask_token_id)
         return Draws([_held(turn)[1] for turn in turns], logits)
+
+
+def _nothing() -> None:
+    """No stream waits for a report."""
 
 
 def _held(sequence: Sequence) -> tuple[SequenceKV, Sampler]:

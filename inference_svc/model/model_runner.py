@@ -16,7 +16,7 @@ from inference_svc.kv.attention.choice import KernelChoice
 from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.batch.packed_pass import Cell, most_packed_tokens, packed_logits
 from inference_svc.kv.batch.packed_pass import keep_graph as keep_packed_graph
-from inference_svc.kv.batch.short_pass import ShortPass, most_kept_tokens
+from inference_svc.kv.batch.short_pass import FIRST_PART, ShortPass, most_kept_tokens
 from inference_svc.kv.layout import PROBE_TOKENS, shown_layout
 from inference_svc.kv.model_hooks import attention_hook
 from inference_svc.kv.model_hooks.flat_steps import flatten_steps
@@ -99,9 +99,11 @@ class ModelRunner:
             )
         return batch
 
-    def packed_logits(self, cells: Sequence[Cell], meanwhile: Callable[[mx.array], None]) -> mx.array:
+    def packed_logits(
+        self, cells: Sequence[Cell], meanwhile: Callable[[mx.array], None], early: Callable[[], None] = lambda: None
+    ) -> mx.array:
         """As `last_logits`, for cells of several sequences in one pass: [cells, vocabulary]. A cancel waits for it."""
-        logits = packed_logits(self._passes(cells[0].kv.pool), cells, meanwhile)
+        logits = packed_logits(self._passes(cells[0].kv.pool), cells, meanwhile, early)
         self.release_unused()
         return logits
 
@@ -112,18 +114,19 @@ class ModelRunner:
         is_cancelled: Callable[[], bool] = lambda: False,
         meanwhile: Callable[[], None] | None = None,
         take_hidden: Callable[[mx.array], None] | None = None,
+        early: Callable[[], None] = lambda: None,
     ) -> None:
         """Compute and store the KV of the next tokens, without logits. Evaluates; on a GPU it calls `meanwhile` before
-        it waits, as the results of what was enqueued earlier are there first. Where nobody waits for these (None), a
-        GPU gets no more than two parts of the pass at once, and a cancel waits for no more. If it raises, Cancelled
-        between two layers or ResourceExhausted for want of pages, nothing has changed. `take_hidden` gets the tokens'
-        last hidden rows [tokens, width], as the head would.
+        it waits, and `early` before that, when the first layers are enqueued: the results of what was enqueued earlier
+        are there first. Where nobody waits for these (None), a GPU gets no more than two parts of the pass at once, and
+        a cancel waits for no more. If it raises, Cancelled between two layers or ResourceExhausted for want of pages,
+        nothing has changed. `take_hidden` gets the tokens' last hidden rows [tokens, width], as the head would.
         """
         then = None if meanwhile is None else lambda _: meanwhile()
         if take_hidden is not None:
-            take_hidden(self._compute(kv, token_ids, is_cancelled, then, forward=self._forward_trunk)[0])
-        elif self._short_pass(kv, token_ids, then) is None:
-            self._compute(kv, token_ids, is_cancelled, then, needs_logits=False)
+            take_hidden(self._compute(kv, token_ids, is_cancelled, then, early, forward=self._forward_trunk)[0])
+        elif self._short_pass(kv, token_ids, then, early) is None:
+            self._compute(kv, token_ids, is_cancelled, then, early, needs_logits=False)
         self.release_unused()
 
     def last_logits(
@@ -132,11 +135,12 @@ class ModelRunner:
         token_ids: Sequence[int],
         is_cancelled: Callable[[], bool] = lambda: False,
         meanwhile: Callable[[mx.array], None] | None = None,
+        early: Callable[[], None] = lambda: None,
     ) -> mx.array:
-        """Store the next tokens; logits [1, vocabulary] behind the last, for `meanwhile` too. Raises as `prefill`."""
-        logits = self._short_pass(kv, token_ids, meanwhile)
+        """Store the next tokens; logits [1, vocabulary] behind the last, for `meanwhile` too. As `prefill`."""
+        logits = self._short_pass(kv, token_ids, meanwhile, early)
         if logits is None:
-            logits = self._compute(kv, token_ids, is_cancelled, meanwhile)[:, -1]
+            logits = self._compute(kv, token_ids, is_cancelled, meanwhile, early)[:, -1]
         self.release_unused()
         return logits
 
@@ -146,11 +150,15 @@ class ModelRunner:
         return self.layout.forward(partial(whole.__call__, trunk), tokens, caches)
 
     def _short_pass(
-        self, kv: SequenceKV, token_ids: Sequence[int], meanwhile: Callable[[mx.array], None] | None
+        self,
+        kv: SequenceKV,
+        token_ids: Sequence[int],
+        meanwhile: Callable[[mx.array], None] | None,
+        early: Callable[[], None],
     ) -> mx.array | None:
         """The logits of a pass that is short enough to keep its graph; None, and nothing is computed, for another."""
         passes = self._passes(kv.pool)
-        return passes.logits(kv, token_ids, meanwhile or _nothing) if passes.takes(kv, len(token_ids)) else None
+        return passes.logits(kv, token_ids, meanwhile or _nothing, early) if passes.takes(kv, len(token_ids)) else None
 
     def keep_graph(self, pool: KvPool, tokens: int, depth: int, rows: int = 1) -> None:
         """Have MLX keep the graph of a pass of so many tokens, one of `KEPT_TOKENS`, behind so many, or of a packed one
@@ -181,6 +189,7 @@ class ModelRunner:
         token_ids: Sequence[int],
         is_cancelled: Callable[[], bool],
         meanwhile: Callable[[mx.array], None] | None = None,
+        early: Callable[[], None] = lambda: None,
         *,
         needs_logits: bool = True,
         forward: Callable[[mx.array, Sequence[Any]], mx.array] | None = None,
@@ -196,6 +205,8 @@ class ModelRunner:
                 kv.pool.enqueue_behind(logits if needs_logits else _last_rows(layers))
                 # All of it: `meanwhile` may move the pool, and no logits need what a window's first rows write.
                 enqueued = [_computed(layer) for layer in layers] + [logits] * needs_logits
+                mx.async_eval(enqueued[: len(layers) // FIRST_PART])  # type: ignore[no-untyped-call]
+                early()
                 mx.async_eval(enqueued)  # type: ignore[no-untyped-call]
                 meanwhile(logits[:, -1])
             # Neither kept nor unevaluated: a reader of the pool's arrays makes the writes of `commit` copy them.

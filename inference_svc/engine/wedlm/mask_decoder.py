@@ -65,7 +65,7 @@ class _Rows:
 class MaskDecoder:
     """As `Decoder`, without a step ahead. On the MLX thread. Nothing of a turn's window outlives the turn."""
 
-    is_ahead = must_settle = looks_ahead = has_behind_cell = begins_streams = False
+    is_ahead = must_settle = looks_ahead = has_behind_cell = False
 
     def __init__(self, batch: DecodeBatch, window: MaskWindow, end_token_ids: Collection[int], most_ahead: int) -> None:
         """`most_ahead`: masks behind the first one, of a turn that does not say how many it wants."""

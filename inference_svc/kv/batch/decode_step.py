@@ -329,7 +329,7 @@ class KeptPlaces:
 class KeptGraph:
     """A graph over a pool's arrays, forgotten when the pool changes their size."""
 
-    def __init__(self, trace: Callable[..., mx.array]) -> None:
+    def __init__(self, trace: Callable[..., Any]) -> None:
         self._trace = trace
         self._compiled: Any = None
         self._sizes: list[int] | None = None
@@ -337,9 +337,8 @@ class KeptGraph:
     def forget(self) -> None:
         self._compiled = self._sizes = None
 
-    def __call__(self, pages: list[mx.array], *given: Any) -> mx.array:
+    def __call__(self, pages: list[mx.array], *given: Any) -> Any:
         """The result of `trace`, not evaluated. `pages`: the pool's arrays."""
         if (sizes := [array.shape[0] for array in pages]) != self._sizes:
             self._compiled, self._sizes = mx.compile(self._trace), sizes
-        made: mx.array = self._compiled(pages, *given)
-        return made
+        return self._compiled(pages, *given)

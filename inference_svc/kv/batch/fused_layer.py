@@ -32,7 +32,7 @@ class FusedLayer:
         self._group = pool.group_number(layer)
         self._window = pool.groups[self._group].window
         self._pass: PassArrays | None = None
-        self._stored = mx.array(0)  # tokens of each sequence, the new one included, once it is written
+        self.stored = mx.array(0)  # tokens of each sequence, the new one included, once it is written
 
     def begin(self, arrays: PassArrays) -> None:
         """Take the arrays of the next pass; then the model computes."""
@@ -40,7 +40,7 @@ class FusedLayer:
 
     def forget(self) -> None:
         """Let go of the last pass. Arrays of one that was only traced lead to all weights before this layer."""
-        self._pass, self._stored = None, mx.array(0)
+        self._pass, self.stored = None, mx.array(0)
 
     def step_pages(self) -> StepPages | None:
         """For a kernel that computes a layer whole; None unless this is a step of one token each, without a window, and
@@ -65,7 +65,7 @@ class FusedLayer:
         """Store new rows [slots, kv_heads, n, dim] at the step's places, and return them: `attend` reads the rest."""
         now, dialect = self._now, self._pool.dialect
         assert dialect is not None
-        self._stored = append_rows(keys, values, self._pages, now.places, dialect, now.order)
+        self.stored = append_rows(keys, values, self._pages, now.places, dialect, now.order)
         return keys, values
 
     def attend(
@@ -76,7 +76,7 @@ class FusedLayer:
         """
         if mask is not None:
             raise ValueError("attention over pages takes no mask")
-        stored = self._stored if self._stored.ndim == 1 else self._stored[:, -1]
+        stored = self.stored if self.stored.ndim == 1 else self.stored[:, -1]
         scoring = Scoring(scale, self._window or None, sinks)
         return paged_attention(queries, self._pages, stored, scoring, self._pool.dialect, is_flat=is_flat)
 

@@ -41,14 +41,21 @@ def can_pack(kv: SequenceKV, count: int) -> bool:
     return all(table.can_go_on_from(filled_from) for table in kv.tables if table.window)
 
 
-def packed_logits(passes: ShortPass, cells: Sequence[Cell], meanwhile: Callable[[mx.array], None]) -> mx.array:
-    """Store cells of different sequences; logits [cells, vocabulary]. Calls `meanwhile`. Raises ResourceExhausted."""
+def packed_logits(
+    passes: ShortPass,
+    cells: Sequence[Cell],
+    meanwhile: Callable[[mx.array], None],
+    early: Callable[[], None] = lambda: None,
+) -> mx.array:
+    """Store cells of different sequences; logits [cells, vocabulary]. See `ShortPass.evaluate`. Raises
+    ResourceExhausted.
+    """
     rooms = [PassRoom(cell.kv) for cell in cells]
     try:
         for cell, room in zip(cells, rooms, strict=True):
             room.take(len(cell.token_ids))
         logits = _computed(passes, cells, rooms)
-        passes.evaluate(logits, meanwhile)
+        passes.evaluate(logits, meanwhile, early)
     except BaseException:
         for room in rooms:
             room.fail()
@@ -66,7 +73,7 @@ def keep_graph(passes: ShortPass, rows: int, depth: int) -> None:
         table = mx.full((rows, table_width(depth + ROW_TOKENS)), page, dtype=mx.int32)
         places = mx.array([[-1] * ROW_TOKENS] * (rows - 1) + [[-1] * (ROW_TOKENS - 1) + [0]], dtype=mx.int32)
         tokens, offsets = mx.zeros((rows, ROW_TOKENS), dtype=mx.uint32), mx.full((rows,), 1 - ROW_TOKENS, mx.int32)
-        mx.eval(passes.computed(tokens, offsets, places, [table] * len(passes.pool.groups)))
+        passes.evaluate(passes.computed(tokens, offsets, places, [table] * len(passes.pool.groups)))
 
 
 def _computed(passes: ShortPass, cells: Sequence[Cell], rooms: Sequence[PassRoom]) -> mx.array:

@@ -22,6 +22,7 @@ from inference_svc.kv.sequence_kv import PassRoom, SequenceKV
 KEPT_TOKENS = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256)  # of a pass that keeps its graph
 # Behind more than these, a block's attention over pages costs more than a kept graph saves: MLX's own is faster.
 _DEEP_TOKENS = 32_768
+FIRST_PART = 8  # one of so many parts of the layers: the device has these while the step before is reported
 
 
 def most_kept_tokens(identity: identity_pb2.KvIdentity, dialect: Dialect | None, compute_type: str) -> int:
@@ -43,10 +44,13 @@ class ShortPass:
         self._forward = forward
         self._layers = [FusedLayer(pool, index) for index in sorted(pool.formats)]
         self._kept_graph = KeptGraph(self._traced)
+        self._begun: mx.array | None = None  # by the first layers of the pass that was not evaluated yet
+        self._is_begun = False  # the device has the first part of a pass, and no more of it
 
     def close(self) -> None:
         """Let go of the graph, which holds weights. On the thread that made it: there MLX keeps it."""
         self._kept_graph.forget()
+        self._begun = None
 
     def takes(self, kv: SequenceKV, count: int) -> bool:
         """Whether it computes `count` tokens behind this sequence, in one part or two."""
@@ -59,8 +63,14 @@ class ShortPass:
         """Whether `count` tokens behind so many are few enough."""
         return 0 < count <= self._most_tokens and (count <= PAGE_TOKENS // 2 or depth <= _DEEP_TOKENS)
 
-    def logits(self, kv: SequenceKV, token_ids: Sequence[int], meanwhile: Callable[[mx.array], None]) -> mx.array:
-        """Store the next tokens; logits [1, vocabulary] behind them. Calls `meanwhile`. Raises ResourceExhausted."""
+    def logits(
+        self,
+        kv: SequenceKV,
+        token_ids: Sequence[int],
+        meanwhile: Callable[[mx.array], None],
+        early: Callable[[], None] = lambda: None,
+    ) -> mx.array:
+        """Store the next tokens; logits [1, vocabulary] behind them. See `evaluate`. Raises ResourceExhausted."""
         count, start = len(token_ids), kv.length
         room = PassRoom(kv)
         room.take(count)
@@ -72,7 +82,7 @@ class ShortPass:
             if first:  # waited for: later work reads its rows, and need not be behind it on every device
                 mx.eval(self._part(token_ids[:first], start, tables))
             logits = self._part(token_ids[first:], start + first, tables)
-            self.evaluate(logits, meanwhile)
+            self.evaluate(logits, meanwhile, early)
         except BaseException:
             room.fail()
             raise
@@ -80,13 +90,28 @@ class ShortPass:
         kv.advanced(count)
         return logits
 
-    def evaluate(self, logits: mx.array, meanwhile: Callable[[mx.array], None]) -> None:
-        """Enqueue the pass that ends with these, call `meanwhile`, and wait for the pass."""
-        mx.async_eval(logits)  # type: ignore[no-untyped-call]
+    def evaluate(
+        self,
+        logits: mx.array,
+        meanwhile: Callable[[mx.array], None] = lambda _: None,
+        early: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Enqueue the pass that ends with these and was made last, call `meanwhile`, and wait for it. To enqueue all of
+        it takes the processor longer than the device a step: `early` is called when the first layers are there.
+        """
+        begun, self._begun = self._begun, None
+        is_within, self._is_begun = self._is_begun, True
+        try:
+            mx.async_eval(begun)  # type: ignore[no-untyped-call]
+            early()
+            mx.async_eval(logits)  # type: ignore[no-untyped-call]
+        finally:
+            self._is_begun = is_within
         uses = self.pool.numbers.uses
         meanwhile(logits)
         mx.eval(logits)
-        self.pool.numbers.completed(uses)
+        if not is_within:  # else the rest of a pass that began before is not even enqueued
+            self.pool.numbers.completed(uses)
 
     def keep_graph(self, count: int, depth: int) -> None:
         """Have MLX keep the graph of a pass of `count` tokens, one of `KEPT_TOKENS`, behind so many: of one token on a
@@ -97,7 +122,7 @@ class ShortPass:
             table = mx.full((1, table_width(depth + count)), page, dtype=mx.int32)
             places = mx.array([[-1] * (count - 1) + [0]], dtype=mx.int32)
             tokens, offsets = mx.zeros((1, count), dtype=mx.uint32), mx.array([1 - count], dtype=mx.int32)
-            mx.eval(self.computed(tokens, offsets, places, [table] * len(self.pool.groups)))
+            self.evaluate(self.computed(tokens, offsets, places, [table] * len(self.pool.groups)))
 
     def _part(self, token_ids: Sequence[int], start: int, tables: list[mx.array]) -> mx.array:
         """Logits of tokens that go to positions from `start` on, not evaluated."""
@@ -111,7 +136,8 @@ class ShortPass:
     ) -> mx.array:
         """Logits [rows, vocabulary] behind rows of tokens [rows, n], not evaluated. Evaluating them stores the rows."""
         pool = self.pool
-        logits = self._kept_graph(pool.arrays, pool.order, tokens, offsets, places, *block_tables)
+        made: list[mx.array] = self._kept_graph(pool.arrays, pool.order, tokens, offsets, places, *block_tables)
+        logits, self._begun = made
         pool.enqueue_behind(logits)
         return logits
 
@@ -123,10 +149,12 @@ class ShortPass:
         offsets: mx.array,
         places: mx.array,
         *block_tables: mx.array,
-    ) -> mx.array:
+    ) -> list[mx.array]:
+        """Logits, and an array that the first layers lead to."""
         for layer in self._layers:
             layer.begin(PassArrays(offsets, places, block_tables, pages, order))
-        return self._forward(tokens, self._layers)[:, -1]  # type: ignore[no-any-return]
+        logits = self._forward(tokens, self._layers)[:, -1]
+        return [logits, self._layers[len(self._layers) // FIRST_PART].stored]
 
 
 def _first_part(kv: SequenceKV, count: int) -> int:

@@ -37,10 +37,10 @@ class WindowLayer(FusedLayer):
         by_slot = self._by_slot(keys), self._by_slot(values)
         stored = append_rows(*by_slot, self._pages, now.places, dialect, now.order)
         if self._by_kernel:
-            self._stored, self._rows = stored, (keys, values)
+            self.stored, self._rows = stored, (keys, values)
             return keys, values
         # The pass writes because 0 is added here: none of its kernels reads the rows that it writes.
-        self._stored = self._before + mx.minimum(stored[:, 0], 0)
+        self.stored = self._before + mx.minimum(stored[:, 0], 0)
         has_place = (now.places >= 0)[:, None, :, None]
         encoded = (
             codec.decode(codec.encode(rows), rows.dtype) for codec, rows in zip(self._codecs, by_slot, strict=True)
@@ -59,7 +59,7 @@ class WindowLayer(FusedLayer):
         assert dialect is not None
         target, rows = TARGETS[dialect], self._pages
         if self._by_kernel:
-            mixed = window_attention(queries, self._rows, self._stored, rows, self._before, scale, target)
+            mixed = window_attention(queries, self._rows, self.stored, rows, self._before, scale, target)
             return mixed if is_flat else mixed.reshape(*queries.shape[:3], -1)
         keys, values = self._rows
         slots, kv_heads, count, dim = keys.shape
@@ -67,7 +67,7 @@ class WindowLayer(FusedLayer):
         # To a slot's pages its rows are further heads of queries: each sees all of them.
         by_head = queries.reshape(slots, count, kv_heads, shared, dim).swapaxes(1, 2)
         by_head = by_head.reshape(slots, kv_heads * count * shared, 1, dim)
-        before, weight = attention_and_weight(by_head, rows, self._stored, scale, target)
+        before, weight = attention_and_weight(by_head, rows, self.stored, scale, target)
         shape = slots, kv_heads, count * shared
         scores = scale * by_head.reshape(*shape, dim).astype(mx.float32) @ keys.astype(mx.float32).swapaxes(-1, -2)
         row = mx.arange(count * shared)[:, None] // shared

@@ -53,7 +53,7 @@ class WindowPass:
             mx.array([*(kv.tables[group].padded(width) for kv, _ in here), *[[0] * width] * empty], dtype=mx.int32)
             for group in range(len(pool.groups))
         ]
-        made = self._kept_graph(
+        made: mx.array = self._kept_graph(
             pool.arrays,
             pool.order,
             mx.array(tokens, dtype=mx.uint32),

@@ -94,16 +94,25 @@ class _Crowd:
     def step(self) -> None:
         self.take_in(self.decoder.step(self.turns))
 
-    def compute_cell(self) -> None:
-        """As the engine does: behind the cell that the device computes, the next step is enqueued."""
+    def compute_cell(self, ends: int = 0) -> None:
+        """As the engine does: when the first layers of the cell are enqueued the last step is read, and so many turns
+        end that compute their last tokens; behind all of it the next step is enqueued.
+        """
+
+        def early() -> None:
+            self.take_in(self.decoder.settle())
+            for number in range(ends):
+                self.compute(Cell(SequenceKV(self.pool), range(number, 200 + number)))
 
         def meanwhile(_: mx.array) -> None:
-            self.take_in(self.decoder.settle())
             self.decoder.launch(self.turns, is_behind_cell=True)
 
         cells = [Cell(SequenceKV(self.pool), range(count, 70 + count)) for count in range(2)]
-        drawn = mx.argmax(packed_logits(self.passes, cells, meanwhile), axis=-1)
-        self.first_tokens += cast("list[int]", drawn.tolist())
+        self.compute(*cells, meanwhile=meanwhile, early=early)
+
+    def compute(self, *cells: Cell, **beside: Any) -> None:
+        logits = packed_logits(self.passes, cells, beside.pop("meanwhile", lambda _: None), **beside)
+        self.first_tokens += cast("list[int]", mx.argmax(logits, axis=-1).tolist())
 
     def replies(self) -> list[list[int]]:
         self.begin(3)
@@ -120,7 +129,7 @@ class _Crowd:
             turn.kv.trim_to(turn.cells.computed)
         for _ in range(3):
             self.step()
-        self.compute_cell()
+        self.compute_cell(ends=3)
         self.take_in(self.decoder.settle())
         return [*(turn.token_ids[PROMPT:] for turn in self.turns), self.first_tokens]
 

@@ -89,6 +89,7 @@ class PlayedRunner(ModelRunner):
         is_cancelled: Callable[[], bool] = lambda: False,
         meanwhile: Callable[[], None] | None = None,  # noqa: ARG002 - nothing is enqueued behind it
         take_hidden: Callable[[mx.array], None] | None = None,  # noqa: ARG002 - it has no rows
+        early: Callable[[], None] = lambda: None,  # noqa: ARG002 - as `meanwhile`
     ) -> None:
         if is_cancelled():
             raise Cancelled("the turn was cancelled; the agent remembers what it did before")
@@ -110,6 +111,7 @@ class PlayedRunner(ModelRunner):
         token_ids: Sequence[int],
         is_cancelled: Callable[[], bool] = lambda: False,
         meanwhile: Callable[[mx.array], None] | None = None,  # noqa: ARG002 - as above
+        early: Callable[[], None] = lambda: None,  # noqa: ARG002
     ) -> mx.array:
         self.prefill(kv, token_ids, is_cancelled)
         return self._logits([self.pages.reply(kv)])

@@ -70,6 +70,39 @@ def test_streams_decode_behind_each_cell(emulated: Driver, beside: dict[str, Any
     assert counts == [[count + (1 + bool(beside)) * cell for count in first] for cell in range(3)]
 
 
+def test_streams_hear_a_step_when_the_first_layers_of_the_next_cell_are_enqueued(
+    emulated: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To enqueue all of it takes a processor longer than a device a step. Of three cells the last is a short pass."""
+    stream, other, worker = Listener(), Listener(), emulated.engine._worker
+    counts, enqueued, behind = at_cells(other, [stream]), list[list[int]](), worker._decode_behind_cell
+    monkeypatch.setattr(worker, "_decode_behind_cell", lambda: enqueued.append([stream.count(Tokens)]) or behind())
+    stream.at(Tokens, 2, lambda: emulated.submit(LONG, listener=other, max_tokens=1))
+    emulated.submit(SHORT, listener=stream, max_tokens=9).end()
+    other.end()
+    assert enqueued[:3] == counts
+
+
+def test_all_that_a_step_does_before_its_cells_is_time_of_its_streams_gaps(
+    emulated: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where other threads hold the interpreter."""
+    stream, other, worker, late = Listener(), Listener(), emulated.engine._worker, [0.0]
+    clock, begin, grant, spent = worker._clock, worker._masks.begin_step, worker._scheduler.grant, list[float]()
+
+    def slow(*given: Any) -> Any:
+        late[0] += 1
+        return begin(*given)
+
+    monkeypatch.setattr(worker, "_clock", lambda: clock() + late[0])
+    monkeypatch.setattr(worker._masks, "begin_step", slow)
+    monkeypatch.setattr(worker._scheduler, "grant", lambda now, **how: spent.append(now) or grant(now, **how))
+    stream.at(Tokens, 2, lambda: emulated.submit(LONG, listener=other, max_tokens=1))
+    emulated.submit(SHORT, listener=stream, max_tokens=9).end()
+    other.end()
+    assert max(spent) >= 1
+
+
 def test_a_turn_that_a_cell_began_keeps_the_next_prompt_waiting_for_no_step_of_its_own(emulated: Driver) -> None:
     """A crowd's every first token would cost its other prompts a step. Its second one comes behind the next cell."""
     prompts = LONG, tokens_of(600, 3)

@@ -10,7 +10,7 @@ import pytest
 from kvasir.errors import Cancelled, ResourceExhausted
 
 from inference_svc.engine import engine
-from inference_svc.engine.api import BlocksFull, Ended, Hot, Priority, Resumed, Started, Tokens
+from inference_svc.engine.api import BlocksFull, Ended, Hot, Prefilled, Priority, Resumed, Started, Tokens
 from inference_svc.engine.scheduling.schedulable import Rules
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.kv.batch.packed_pass import Cell
@@ -55,14 +55,16 @@ class Passes:
         self._computed = runner.packed_logits
         patch.setattr(runner, "packed_logits", self.compute)
 
-    def compute(self, cells: Sequence[Cell], meanwhile: Callable[[mx.array], None]) -> mx.array:
+    def compute(
+        self, cells: Sequence[Cell], meanwhile: Callable[[mx.array], None], early: Callable[[], None]
+    ) -> mx.array:
         self.sizes.append([len(cell.token_ids) for cell in cells])
 
         def then(logits: mx.array) -> None:
             self.at_pass()
             meanwhile(logits)
 
-        return self._computed(cells, then)
+        return self._computed(cells, then, early)
 
 
 @pytest.fixture
@@ -112,6 +114,19 @@ def test_packed_turns_draw_what_each_draws_alone(emulated: Driver, passes: Passe
 
 def logprobs(listener: Listener) -> list[float]:
     return [each.logprob for event in listener.events if isinstance(event, Tokens) for each in event.logprobs]
+
+
+def test_a_stream_hears_the_last_step_before_all_of_the_next_pass_is_enqueued(emulated: Driver, passes: Passes) -> None:
+    """To enqueue it takes a processor as long as a third of the pass."""
+    stream, other = Listener(), Listener()
+    enqueued, told = list[int](), list[int]()
+    passes.at_pass = lambda: enqueued.append(stream.count(Tokens))
+    for cell in (1, 2):
+        other.at(Prefilled, cell, lambda: told.append(stream.count(Tokens)))
+    stream.at(Tokens, 2, lambda: emulated.submit(tokens_of(1_100, 4), listener=other, max_tokens=1))
+    emulated.submit(SHORT, listener=stream, max_tokens=9).end()
+    other.end()
+    assert enqueued[:2] == told == [told[0], told[0] + 1]
 
 
 @pytest.mark.long(8)
@@ -168,7 +183,7 @@ def test_without_room_for_all_of_a_pass_each_is_computed_alone(
     alone = [emulated.reply(emulated.turn(text, max_tokens=3)) for text in texts]
     asked: list[int] = []
 
-    def refuse(cells: Sequence[Cell], _: object) -> mx.array:
+    def refuse(cells: Sequence[Cell], *_: object) -> mx.array:
         asked.append(len(cells))
         raise ResourceExhausted("no pages")
 

@@ -77,8 +77,8 @@ class Packing:
             self.runner._compute(kv, tokens, lambda: False)
         return kv
 
-    def packed(self, *cells: Cell, meanwhile: Any = lambda _: None) -> mx.array:
-        return packed_logits(self.passes, cells, meanwhile)
+    def packed(self, *cells: Cell, meanwhile: Any = lambda _: None, early: Any = lambda: None) -> mx.array:
+        return packed_logits(self.passes, cells, meanwhile, early)
 
 
 def scene(packing: Packing) -> tuple[list[SequenceKV], list[Sequence[int]]]:
@@ -222,6 +222,15 @@ def test_a_packed_pass_that_fails_or_finds_no_room_has_changed_nothing(tmp_path:
     assert [kv.length for kv in sequences] == [100, 20]
     packing.packed(*cells)
     assert [kv.length for kv in sequences] == [164, 340]
+
+
+def test_early_comes_when_a_passs_first_layers_are_enqueued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packing, told = Packing(write_family(tmp_path, ALL["qwen3"])), list[object]()
+    enqueue = mx.async_eval
+    monkeypatch.setattr(mx, "async_eval", lambda *given: told.append(given[0].shape) or enqueue(*given))
+    cell = Cell(SequenceKV(packing.pool), TOKENS[:70])
+    logits = packing.packed(cell, meanwhile=lambda _: told.append("then"), early=lambda: told.append("early"))
+    assert told == [(2, ROW_TOKENS), "early", logits.shape, "then"]
 
 
 def test_a_cell_whose_first_row_would_see_rows_that_are_gone_is_not_packed() -> None:
