@@ -72,6 +72,7 @@ class StepSchedule(Generic[TurnT]):
         self._pace = StepPace()
         self._began_s = 0.0
         self._granted: Grant[TurnT] | None = None  # the step's last one
+        self._has_begun = False  # the last pass had the ends of prompts, whose streams no step decodes yet
         self._is_plain = False  # the step decodes, and nothing else was granted
         self._is_apart = False  # the step decodes, and nothing was granted behind that
         self._served = 0  # twice the number of cells that all turns have got
@@ -86,6 +87,7 @@ class StepSchedule(Generic[TurnT]):
         decode_s, may_exceed = now - self._began_s - self._time.cells_s, not self._exceeds
         self._rows.took(now, decode_s, is_plain=self._is_plain, is_apart=self._is_apart)
         self._began_s, self._exceeds = now, False
+        self._has_begun = self._has_begun and not self._is_plain
         decoding = [turn for turn in self._turns if _is_decoding(turn)]
         self._pace = StepPace()
         self._is_plain = self._is_apart = bool(decoding)
@@ -105,6 +107,7 @@ class StepSchedule(Generic[TurnT]):
         last, self._granted = self._granted, None
         if last is None:
             return
+        self._has_begun = any(_is_decoding(cell.turn) for cell in last.cells)
         took_s = last.took_s(spent_s)
         self._time.spent(took_s)
         if self._is_background:
@@ -128,6 +131,8 @@ class StepSchedule(Generic[TurnT]):
         turn = self._next_of(able)
         budgets_s = {name: self._gaps.budget_s(decoding, name, urgency) for name in {each.namespace for each in able}}
         left_s = budgets_s[turn.namespace] - self._rows.beside_s - spent_s if decoding else None
+        if left_s is not None and is_behind_step and self._has_begun:
+            left_s -= self._costs.step_s or 0.0  # that step is without them, and they wait for the next one, too
         stands_aside = has_people and not urgency.is_pressing(turn)
         if stands_aside and self._rows.is_learning:
             left_s = 0.0
