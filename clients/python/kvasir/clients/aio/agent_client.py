@@ -46,6 +46,7 @@ class AioAgentClient(AioServiceClient):
                 return
 
     async def get_agent(self, agent_id: str) -> pb.Agent:
+        """One agent with its lines. Raises NotFound."""
         return (await self._call(pb.GetAgentResponse, pb.GetAgentRequest(agent_id=agent_id))).agent
 
     async def update_agent(
@@ -157,7 +158,7 @@ class AioAgentClient(AioServiceClient):
         only_bytes: bool = False,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[pb.PullAgentResponse, None]:
-        """The same as a stream, `done` last. A dry run ends with the progress that counts what would be sent."""
+        """As pull_agent, as a stream, `done` last. A dry run ends with the progress that counts what would be sent."""
         request = pb.PullAgentRequest(
             peer=peer,
             agent_id=agent_id,
@@ -221,7 +222,7 @@ class AioAgentClient(AioServiceClient):
         on_progress: OnProgress | None = None,
         timeout_s: float | None = None,
     ) -> pb.Agent:
-        """The same in one call: the agent as its new owner has it."""
+        """As moving_agent, in one call: the agent as its new owner has it."""
         steps = self.moving_agent(agent_id, from_peer=from_peer, to_peer=to_peer, move_id=move_id, timeout_s=timeout_s)
         return cast("pb.Agent", await self._until_done("move", steps, on_progress))
 
