@@ -257,6 +257,37 @@ def test_two_homes_that_start_at_once_choose_two_ports_for_their_gateways(
     assert chosen[2] == chosen[0], "it is free again"
 
 
+_CLAIMS = "import sys; from kvasir.cli.running.checks import claim; s = claim(sys.argv[1]); print(flush=True); sys.stdin.read()"
+
+
+@pytest.mark.parametrize("platform", ["darwin", "linux"])
+def test_an_address_that_another_home_has_for_its_gateway_is_refused_by_its_name(
+    platform: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two that started at once the second ended when its engine was there, by a line of its gateway's log."""
+    address, begun = f"127.0.0.1:{free_port()}", list[object]()
+
+    async def begins(*given: object) -> None:
+        begun.append(given)
+
+    monkeypatch.setattr("kvasir.cli.running.up.run_group", begins)
+    monkeypatch.setattr("sys.platform", platform)
+    words = ("--home", tmp_path / "home", "up", "--json", "--http", address)
+    for other, is_refused in ((("/bin/kvasir", "--home", "/other", "up"), True), (("a resolver",), False)):
+        argv = [sys.executable, "-c", _CLAIMS, address, *other]
+        with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+            assert holder.stdin is not None
+            assert holder.stdout is not None
+            holder.stdout.readline()
+            answer = in_process(*words)
+            assert answer.code == (4 if is_refused else 0)
+            if is_refused:
+                has = f"cannot listen on {address}: `kvasir --home /other up` (pid {holder.pid}) has it"
+                assert has in answer.value["error"]["message"]
+            holder.stdin.close()
+    assert len(begun) == 1
+
+
 def test_a_home_takes_no_other_homes_gateway_for_its_own(tmp_path: Path) -> None:
     """Of two homes that started at once at one address, the second reported that it was ready at the first one's."""
     address = f"127.0.0.1:{free_port()}"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from kvasir.address import TCP_FORMS, Address, AddressError, parse_address
 from kvasir.cli.failures import WrongUsage
+from kvasir.cli.running.holding import claimer
 from kvasir.errors import FailedPrecondition
 from kvasir.options.engine import EngineTable
 from kvasir.options.table import options_of
@@ -269,13 +270,22 @@ def check_free(text: str, option: str) -> None:
 
 
 def _address_in_use(text: str, option: str, why: str | None) -> FailedPrecondition:
+    why = claimer(parse_address(text).port) or why
     what = f"{option}: cannot listen on {text}: {why}; stop what is there or choose another port"
     return FailedPrecondition(what, reason="ADDRESS_IN_USE", field=_field(option))
 
 
+def claim_given(listen: str, option: str) -> socket.socket | None:
+    """As `claim`. Raises FailedPrecondition if another home has it; another program's UDP port is no harm."""
+    claimed = claim(listen)
+    if claimed is None and claimer(parse_address(listen).port):
+        raise _address_in_use(listen, option, None)
+    return claimed
+
+
 def claim(listen: str) -> socket.socket | None:
     """Keeps a gateway's port for one home, until it is closed: the gateway listens only once its engine is there, and
-    another home would choose the port, too. It is the UDP port of this number. None where it is in use."""
+    another home would take the port, too. It is the UDP port of this number. None where it is in use."""
     address = parse_address(listen)
     claimed = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     try:

@@ -3,12 +3,13 @@
 import contextlib
 import fcntl
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -171,8 +172,36 @@ def named_openers(lock_file: Path) -> set[int]:
     # Of ours alone: to look at the files of all programs takes a Mac up to a second.
     program = shutil.which("lsof") or "/usr/sbin/lsof"
     words = [program, "-wta", "-p", ",".join(map(str, ours)), "--", str(lock_file)]
-    answer = subprocess.run(words, capture_output=True, text=True, check=False) if ours else None
-    return ours & {int(word) for word in answer.stdout.split()} if answer else set()
+    return ours & {int(word) for word in _printed(*words).split()} if ours else set()
+
+
+def claimer(port: int) -> str:
+    """Which `kvasir up` keeps this UDP port for its gateway; empty where another program has it, or none."""
+    for pid, words in _with_udp_port(port):
+        names = [Path(word).name for word in words]
+        if "kvasir" in names:
+            return f"`{shlex.join(['kvasir', *words[names.index('kvasir') + 1 :]])}` (pid {pid}) has it"
+    return ""
+
+
+def _with_udp_port(port: int) -> Iterator[tuple[int, Sequence[str]]]:
+    """Processes of this user, each with its command line."""
+    if sys.platform != "linux":
+        program = shutil.which("lsof") or "/usr/sbin/lsof"
+        for pid in _printed(program, "-nPt", f"-iUDP:{port}").split():
+            yield int(pid), _printed("ps", "-wwo", "args=", "-p", pid).split()
+        return
+    table = Path("/proc/net/udp")
+    rows = [line.split() for line in table.read_text().splitlines()] if table.exists() else []
+    sockets = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(f":{port:04X}")}
+    for process in Path("/proc").iterdir() if sockets else ():
+        with contextlib.suppress(OSError):  # another user's, or gone meanwhile
+            if process.name.isdigit() and sockets & {str(link.readlink()) for link in (process / "fd").iterdir()}:
+                yield int(process.name), (process / "cmdline").read_text().rstrip("\0").split("\0")
+
+
+def _printed(*words: str) -> str:
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout
 
 
 @contextlib.contextmanager

@@ -141,6 +141,8 @@ def _ran(caller: Caller, asked: Asked, descriptor: int) -> bool:
     is_said = bool(asked.up.http) or asked.up.no_http
     with ExitStack() as held:
         http, remark = (asked.up.http, "") if is_said else _usual_http(asked.addresses, held)
+        if is_said and http and (claimed := checks.claim_given(http, "--http")) is not None:
+            held.enter_context(claimed)
         asked = replace(asked, up=replace(asked.up, http=http))
         plan = plan_of(asked)
         write_settings(asked, plan)
