@@ -257,7 +257,14 @@ def test_two_homes_that_start_at_once_choose_two_ports_for_their_gateways(
     assert chosen[2] == chosen[0], "it is free again"
 
 
-_CLAIMS = "import sys; from kvasir.cli.running.checks import claim; s = claim(sys.argv[1]); print(flush=True); sys.stdin.read()"
+_CLAIMS = """
+import sys
+from kvasir.cli.running.checks import claim
+
+claimed = claim(sys.argv[1])
+print(flush=True)
+sys.stdin.read()
+"""
 
 
 @pytest.mark.parametrize("platform", ["darwin", "linux"])
