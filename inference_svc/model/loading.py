@@ -94,10 +94,14 @@ def find_model(name: str | Path) -> Path:
         return shipped
     if path.is_absolute():
         raise NotFound.of("model", f"no directory {path}")
+    if str(name).count("/") != 1:
+        shipping = " nor ".join(kvasir_tiny.shipped())
+        raise NotFound.of("model", f"{name} is neither a directory nor a repository OWNER/NAME, nor {shipping}")
     try:
         return Path(mlx_lm.utils._download(str(name)))
     except Exception as error:
-        raise NotFound(f"model: neither a directory nor a repository that can be fetched ({error})") from error
+        why = " ".join(str(error).split())  # the hub's own words have several lines
+        raise NotFound(f"model: neither a directory nor a repository that can be fetched ({why})") from error
 
 
 def load(

@@ -67,4 +67,8 @@ def test_a_model_that_the_hub_lacks_is_not_found_before_anything_starts(hub: Hub
     refused = hub("up", "--model", "kvasir/nothing", "--json")
     assert (refused.code, refused.value["error"]["reason"]) == (5, "MODEL_NOT_FOUND")
     assert not (tmp_path / "home").exists()
+    [problem] = hub("doctor", "--model", "kvasir/nothing", "--json").value["problems"]
+    assert problem.startswith(
+        "the model cannot be used: model: neither a directory nor a repository that can be fetched ("
+    )
     assert in_process("models", "pull", "no repository").code == 2

@@ -27,6 +27,8 @@ def test_a_model_that_ships_is_found_by_its_name() -> None:
     assert all((path / "model.safetensors").stat().st_size <= 13 * 2**20 for path in shipped.values())
     with pytest.raises(NotFound):
         find_model("/kvasir-tiny-wedlm")
+    with pytest.raises(NotFound, match="tinny is neither a directory nor a repository OWNER/NAME, nor kvasir-tiny nor"):
+        find_model("tinny")
 
 
 @pytest.mark.long(2)
