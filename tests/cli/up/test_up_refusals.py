@@ -182,6 +182,17 @@ def test_no_empty_store_takes_the_place_of_one_that_is_gone(
     assert home.store_data.exists() == (found is not None)
 
 
+def test_a_home_on_a_full_disk_is_named_before_anything_starts(tmp_path: Path) -> None:
+    home = in_memory.home()
+    settings = tmp_path / "settings.toml"
+    settings.write_text(f"[store]\nfree-disk-reserve-bytes = {1 << 60}\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        refused = in_process("--home", home, "up", "--config", settings, "--listen", listen)
+    assert (refused.code, "1048576.0 TiB must stay free" in " ".join(refused.err.split())) == (4, True), refused
+    shutil.rmtree(home)
+
+
 def test_credentials_appear_only_after_their_tokens(tmp_path: Path) -> None:
     home = Home(tmp_path)
     home.make()

@@ -1,6 +1,7 @@
 """`kvasir up`: store, engine and HTTP gateway as one group under one home, until Ctrl-C or SIGTERM."""
 
 import asyncio
+import shutil
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -67,6 +68,7 @@ def up(
     if at_login:
         _start_at_login(caller)
         return
+    _note_full_disk(caller, asked)
     with led(home), locked(home, caller.say) as descriptor:
         for option, address in asked.addresses.items():
             checks.check_free(address, option)
@@ -103,6 +105,19 @@ def _check_store(caller: Caller, asked: Asked) -> None:
             f"`{home.command('up --accept-older')}` begins an empty store",
             reason="STORE_MISSING",
         )
+
+
+def _note_full_disk(caller: Caller, asked: Asked) -> None:
+    """Such a store starts, serves what it has, and takes no turn."""
+    if asked.up.store or asked.value("store", "blobs"):
+        return
+    home, kept = caller.home, asked.value("store", "free_disk_reserve_bytes")
+    free = shutil.disk_usage(home.store_data if home.store_data.exists() else home.root).free
+    if free <= kept:
+        from kvasir.cli.rows import size
+
+        lack = f"has {size(free)} free, and {size(kept)} must stay free ([store] free-disk-reserve-bytes)"
+        caller.note(f"the disk of {home.root} {lack}: no turn will be stored")
 
 
 def _start_at_login(caller: Caller) -> None:
