@@ -17,7 +17,8 @@ from inference_svc.kv.attention import fused, kept_kernel, nvrtc
 from inference_svc.kv.attention.fused import KernelTarget, fused_attention
 from inference_svc.kv.attention.geometry import Queries, split_geometry
 from inference_svc.kv.attention.kernels import Dialect
-from inference_svc.kv.attention.nvrtc import CompileError, compiled_program, kept_programs
+from inference_svc.kv.attention.nvrtc import CompileError, compiled_program
+from inference_svc.kv.kept_files import kept_folder
 from tests.emulation.emulator import cuda_emulator, cxx
 from tests.inference.kv.attention.emulators import attention, needs_compiler
 from tests.inference.kv.attention.scenes import Scene, page_format
@@ -137,7 +138,7 @@ def test_a_user_without_a_home_keeps_nothing_and_compiles_each_time(monkeypatch:
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", home)
-    made = [compiled_program("int x;", (), kept_programs()) for _ in range(2)]
+    made = [compiled_program("int x;", (), kept_folder("kernels")) for _ in range(2)]
     assert made == [b"#1 int x;", b"#2 int x;"]
 
 
@@ -156,7 +157,7 @@ def not_asked_yet(library: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(fused.COMPILERS, Dialect.CUDA, cuda_emulator)
     monkeypatch.setattr(kept_kernel, "_refused", set())
     monkeypatch.setattr(kept_kernel, "_finds_by_hash", lambda: False)  # its first kernel is refused, and logged, too
-    monkeypatch.setattr(kept_kernel, "kept_programs", lambda: tmp_path / "kernels")
+    monkeypatch.setattr(kept_kernel, "kept_folder", tmp_path.joinpath)
     caches = kept_kernel._program, fused._is_launched, fused._is_program_launched
     for each in caches:
         each.cache_clear()

@@ -5,22 +5,19 @@ a restore of 302 MB took 158 ms so, and 70 ms by CUDA's own copy (H200). CUDA's 
 several that fill pinned buffers are faster. On other devices host and device share their memory, and MLX's way is the
 only one.
 
-A copy by threads needs neither the processor nor the GPU. So rows may be sent ahead (`send`), to room that is
-kept for them, and pages may leave (`begin_out`), while steps are enqueued and computed. The pinned buffers and the room
-for rows that arrive do not count as KV: they belong to the eighth of the device that `kvasir doctor` leaves free.
+A copy by threads needs neither the processor nor the GPU. So rows may be sent ahead (`landings.py`), and pages may
+leave (`begin_out`), while steps are enqueued and computed. The pinned buffers do not count as KV: they belong to the
+eighth of the device that `kvasir doctor` leaves free.
 """
 
 import ctypes
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import cache, partial
-from typing import BinaryIO, Protocol, TypeAlias, TypeVar
-from weakref import WeakSet
+from typing import TypeAlias, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -36,192 +33,14 @@ T = TypeVar("T")
 Units = npt.NDArray[np.generic]
 Run: TypeAlias = tuple[int, int]  # an address on the device, and bytes
 # An address on the device, one on the host or a function that fills a buffer, and how many bytes.
-_Piece: TypeAlias = tuple[int, int | Callable[[memoryview], None], int]
+Piece: TypeAlias = tuple[int, int | Callable[[memoryview], None], int]
 _PIECE_BYTES = 4 << 20
-# Of weights: each piece takes the interpreter three times, and while they come the service is imported. On an H200 host
-# 16 GB come in 0.70 s so, in 0.47 by pieces of 4 MB, beside which its imports took 1.7 s instead of 1.0.
-_LARGE_PIECE_BYTES = 16 << 20
 _THREADS = 6
-LANDING_BYTES = 128 << 20  # that are sent at once
-_LANDINGS = 3
 _POINTER_FACTS = {"bytes": 12, "first": 11, "kind": 2, "device": 9, "managed": 8}  # names of ours, CUDA's numbers
 
 _ADDRESS = KernelSource(
     "kv_address", ("given",), ("address",), "", "if (threadIdx.x == 0) { address[0] = (long long)given; }"
 )
-
-
-@dataclass(frozen=True)
-class FilePart:
-    file: BinaryIO
-    offset: int
-    size_bytes: int
-
-    def read(self, begin: int, buffer: memoryview) -> None:
-        """Fill a buffer with the bytes from `begin` on. Raises OSError for a file that is cut short."""
-        done = 0
-        while done < len(buffer):
-            count = os.preadv(self.file.fileno(), [buffer[done:]], self.offset + begin + done)
-            if not count:
-                raise OSError(f"{self.file.name} was cut short")
-            done += count
-
-
-class Sent(Protocol):
-    """Rows that were sent to the device."""
-
-    @property
-    def comes_by_itself(self) -> bool:
-        """Whether `send` did not wait for it."""
-
-    @property
-    def is_there(self) -> bool:
-        """Whether `rows` waits for nothing."""
-
-    def rows(self) -> mx.array:
-        """The rows, [rows, units]. Waits for them."""
-
-    def release(self, readers: Sequence[mx.array]) -> None:
-        """From now on nothing reads the rows but what these arrays are computed from, and that is enqueued. Without
-        readers, copies that have not begun are not made. Idempotent.
-        """
-
-
-def send(rows: Sequence[Units]) -> Sent:
-    """Send equal rows of uint16 units ahead if this device has room for that, else copy them now."""
-    if rows and copies_itself() and (landing := _landings().take(len(rows) * rows[0].size)) is not None:
-        return _Coming(_landings(), landing, rows)
-    return _Copied(to_device(rows))
-
-
-def may_send() -> bool:
-    """Whether `send` has room for rows that come by themselves; True on a device where none do."""
-    return not copies_itself() or _landings().has_room
-
-
-def make_room() -> None:
-    """Give this thread's landings their memory now: a first restore's files would wait for it."""
-    if copies_itself():
-        for landing in [_landings().take(0) for _ in range(_LANDINGS)]:
-            if landing is not None:
-                _landings().give_back(landing)
-
-
-def drop_room() -> None:
-    """Free the memory of this thread's landings that are not in use."""
-    _landings().drop_free()
-
-
-@dataclass(frozen=True)
-class _Copied:
-    """Rows that are there already."""
-
-    array: mx.array
-    comes_by_itself: bool = False
-    is_there: bool = True
-
-    def rows(self) -> mx.array:
-        return self.array
-
-    def release(self, readers: Sequence[mx.array]) -> None:
-        """Nothing is kept for them."""
-
-
-class _Landing:
-    """Room on the device for rows, with the copies that are on their way there, and the arrays that read it last."""
-
-    def __init__(self) -> None:
-        self.array: mx.array | None = None
-        self.address = 0
-        self.copies: Sequence[Future[None]] = ()
-        self.readers: Sequence[mx.array] = ()
-
-    @property
-    def has_all(self) -> bool:
-        return all(copy.done() for copy in self.copies)
-
-    def make_ready(self, units: int) -> None:
-        """Wait until nobody writes or reads it, and give it memory for so many units. Where a copy had failed, that is
-        other memory than before.
-        """
-        failed = [copy for copy in self.copies if not copy.cancelled() and copy.exception() is not None]
-        mx.eval(*self.readers)
-        self.copies = self.readers = ()
-        if self.array is None or self.array.size < units or failed:
-            self.array = None  # before there is another
-            self.array = mx.zeros((units,), dtype=mx.uint16)
-            self.address = device_address(self.array)
-            mx.synchronize()  # other work may still read memory that was free when this array was made
-
-
-class Landings:
-    """A few of them, used in turn: the readers of the one that has been free for longest are done. Each MLX thread has
-    its own, because two threads must not evaluate one array.
-    """
-
-    def __init__(self) -> None:
-        self._free: deque[_Landing] = deque()
-        self._all: WeakSet[_Landing] = WeakSet()  # one that is not given back is gone, and may be made again
-
-    @property
-    def has_room(self) -> bool:
-        return len(self._all) < _LANDINGS or any(landing.has_all for landing in self._free)
-
-    def take(self, units: int) -> _Landing | None:
-        """One with room for so many units; None if all are in use, or if the device has no memory for it."""
-        landing = self._next()
-        if landing is not None:
-            with suppress(RuntimeError, MemoryError):
-                landing.make_ready(max(units, LANDING_BYTES // 2))
-                return landing
-        return None
-
-    def give_back(self, landing: _Landing) -> None:
-        self._free.append(landing)
-
-    def drop_free(self) -> None:
-        self._free.clear()
-
-    def _next(self) -> _Landing | None:
-        """One that no copy is on its way to: a free one, else a new one."""
-        landing = next((landing for landing in self._free if landing.has_all), None)
-        if landing is not None:
-            self._free.remove(landing)
-        elif len(self._all) < _LANDINGS:
-            self._all.add(landing := _Landing())
-        return landing
-
-
-class _Coming:
-    """Rows on their way to a landing, which is free again once their readers are known."""
-
-    comes_by_itself = True
-
-    def __init__(self, landings: Landings, landing: _Landing, rows: Sequence[Units]) -> None:
-        assert landing.array is not None
-        self._landings = landings
-        self._landing: _Landing | None = landing
-        self._shape = (len(rows), rows[0].size)
-        landing.copies = _begin_copies(rows, landing.array, landing.address)
-
-    @property
-    def is_there(self) -> bool:
-        return self._landing is None or self._landing.has_all
-
-    def rows(self) -> mx.array:
-        assert self._landing is not None
-        assert self._landing.array is not None
-        wait_for(self._landing.copies)
-        count, units = self._shape
-        return self._landing.array[: count * units].reshape(count, units)
-
-    def release(self, readers: Sequence[mx.array]) -> None:
-        landing, self._landing = self._landing, None
-        if landing is not None:
-            for copy in landing.copies:
-                copy.cancel()  # which those that have begun do not do
-            landing.readers = readers
-            self._landings.give_back(landing)
 
 
 def to_device(rows: Sequence[Units]) -> mx.array:
@@ -236,39 +55,28 @@ def copies_itself() -> bool:
     return _has_cuda() and _is_sound()
 
 
-def begin_from_files(parts: Sequence[FilePart]) -> "tuple[list[mx.array], list[Future[None]]]":
-    """Begin to read parts of files, where `copies_itself`, to an array of uint16 units each. Evaluates. Nothing may
-    read the arrays before `wait_for` has returned.
-    """
-    made = [mx.zeros((part.size_bytes // 2,), dtype=mx.uint16) for part in parts]
-    addresses = [device_address(each) for each in made]
-    # Other work may still read memory that was free when these arrays were made.
-    mx.synchronize()
-    pieces = [
-        (address + begin, partial(part.read, begin), min(_LARGE_PIECE_BYTES, part.size_bytes - begin))
-        for address, part in zip(addresses, parts, strict=True)
-        for begin in range(0, part.size_bytes, _LARGE_PIECE_BYTES)
-    ]
-    return made, _copiers().begin(pieces, (parts, made), _LARGE_PIECE_BYTES)
-
-
 def _copied_to_device(rows: Sequence[Units]) -> mx.array:
     made = mx.zeros((len(rows), rows[0].size), dtype=mx.uint16)
     first = device_address(made)
     # Other work may still read memory that was free when this array was made.
     mx.synchronize()
-    wait_for(_begin_copies(rows, made, first))
+    wait_for(begin_copies(rows, made, first))
     return made
 
 
-def _begin_copies(rows: Sequence[Units], target: mx.array, address: int) -> "list[Future[None]]":
+def begin_copies(rows: Sequence[Units], target: mx.array, address: int) -> "list[Future[None]]":
     """Begin to copy equal rows to an array that lies at this address."""
     kept = [np.ascontiguousarray(row) for row in rows]
     pieces = [piece for number, row in enumerate(kept) for piece in _pieces(address + number * row.nbytes, row)]
-    return _copiers().begin(pieces, (kept, target))
+    return begin_pieces(pieces, (kept, target))
 
 
-def _pieces(address: int, row: Units) -> Iterator[_Piece]:
+def begin_pieces(pieces: Sequence[Piece], kept: object, most_bytes: int = 0) -> "list[Future[None]]":
+    """See `_Copiers.begin`."""
+    return _copiers().begin(pieces, kept, most_bytes)
+
+
+def _pieces(address: int, row: Units) -> Iterator[Piece]:
     for begin in range(0, row.nbytes, _PIECE_BYTES):
         yield address + begin, row.ctypes.data + begin, min(_PIECE_BYTES, row.nbytes - begin)
 
@@ -366,7 +174,7 @@ class _Copiers:
         for state in states:
             _check(state)
 
-    def begin(self, pieces: Sequence[_Piece], kept: object, most_bytes: int = 0) -> "list[Future[None]]":
+    def begin(self, pieces: Sequence[Piece], kept: object, most_bytes: int = 0) -> "list[Future[None]]":
         """Begin to copy. `kept`: holders of the bytes of both sides until all copies are done. `most_bytes`: of a
         piece, if they may have more than usual."""
         return [
@@ -397,7 +205,7 @@ class _Copiers:
             for buffer in larger:
                 driver.cuMemFreeHost(buffer)
 
-    def _copy(self, pieces: Sequence[_Piece], _kept: object, most_bytes: int = 0) -> None:
+    def _copy(self, pieces: Sequence[Piece], _kept: object, most_bytes: int = 0) -> None:
         driver = self._driver
         with self._ways(most_bytes) as ways:
             try:
@@ -449,18 +257,6 @@ def wait_for(copies: "Sequence[Future[None]]") -> None:
 @cache
 def _copiers() -> _Copiers:
     return _Copiers()
-
-
-class _Here(threading.local):
-    def __init__(self) -> None:
-        self.landings = Landings()
-
-
-_here = _Here()
-
-
-def _landings() -> Landings:
-    return _here.landings
 
 
 @cache
