@@ -23,7 +23,7 @@ from kvasir.waits import giving_way
 
 from inference_svc.engine.first_operations import run_first_operations
 from inference_svc.engine.mlx_thread import MlxThread
-from inference_svc.kv.attention.host_copy import copies_itself
+from inference_svc.kv.host_copies.host_copy import copies_itself
 from inference_svc.kv.kept_files import KeptDirs, kept_folder
 from inference_svc.machine.kv_budget import claims_of_device, total_bytes, weights_on_disk
 from inference_svc.model import kvasir_tiny

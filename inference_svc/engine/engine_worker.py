@@ -21,7 +21,7 @@ from inference_svc.engine.scheduling.schedulable import WITH_KV, Rules, Status
 from inference_svc.engine.scheduling.scheduler import Admit, Blocked, Preempt, Scheduler
 from inference_svc.engine.sequence import Sequence
 from inference_svc.engine.wedlm.mask_decoder import MaskDecoder
-from inference_svc.kv.attention.host_copy import drop_room, make_room
+from inference_svc.kv.host_copies.landings import drop_room, make_room
 from inference_svc.model.device_memory import forget_frames
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner

@@ -13,8 +13,9 @@ import mlx.core as mx
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.formats.layer_groups import layers_of
 
-from inference_svc.kv.attention.host_copy import LANDING_BYTES, Sent, copies_itself, may_send, send
 from inference_svc.kv.damage import DamagedFile
+from inference_svc.kv.host_copies.host_copy import copies_itself
+from inference_svc.kv.host_copies.landings import LANDING_BYTES, Sent, may_send, send
 from inference_svc.kv.page import PAGE_TOKENS, UNIT_BYTES
 from inference_svc.kv.pages.block_table import blocks_of
 from inference_svc.kv.sequence_kv import RewindPoint, SequenceKV

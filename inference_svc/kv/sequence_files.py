@@ -14,8 +14,8 @@ from kvasir.formats.block_file import FileBytes, FileIdentity, encode, header_wi
 from kvasir.formats.layer_groups import layers_of
 from kvasir.formats.tensor_layouts import expected_state_tensors
 
-from inference_svc.kv.attention import failed_copies
-from inference_svc.kv.attention.host_copy import Run, begin_out, copy_out, to_host
+from inference_svc.kv.host_copies import failed_copies
+from inference_svc.kv.host_copies.host_copy import Run, begin_out, copy_out, to_host
 from inference_svc.kv.page import PAGE_TOKENS, UNIT_BYTES, PageFormat
 from inference_svc.kv.pages.block_table import blocks_of
 from inference_svc.kv.sequence_kv import SequenceKV

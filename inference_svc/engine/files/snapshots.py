@@ -15,7 +15,7 @@ from kvasir.formats.token_files import file_identities, state_identity
 from inference_svc.engine.api import Snapshot, WindowFiles
 from inference_svc.engine.scheduling.hot_memories import ResidentMemory
 from inference_svc.engine.sequence import Sequence
-from inference_svc.kv.attention import failed_copies
+from inference_svc.kv.host_copies import failed_copies
 from inference_svc.kv.sequence_files import begin_files, whole_blocks
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.model_info import ModelInfo

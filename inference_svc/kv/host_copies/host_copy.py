@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from inference_svc.kv.attention import failed_copies
 from inference_svc.kv.attention.fused import compiled, cuda_compiler
 from inference_svc.kv.attention.kernels import KernelSource
+from inference_svc.kv.host_copies import failed_copies
 
 _LOG = structlog.get_logger(__name__)
 T = TypeVar("T")

@@ -15,11 +15,11 @@ from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import ResourceExhausted
 from kvasir.waits import RETRY_S
 
-from inference_svc.kv.attention import failed_copies
-from inference_svc.kv.attention.host_copy import Run, device_address, takes_out
 from inference_svc.kv.attention.in_place import store_pages
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.codec import layer_codecs
+from inference_svc.kv.host_copies import failed_copies
+from inference_svc.kv.host_copies.host_copy import Run, device_address, takes_out
 from inference_svc.kv.host_numbers import HostNumbers
 from inference_svc.kv.page import UNIT_BYTES, PageFormat
 from inference_svc.kv.pages.block_table import blocks_of, most_window_blocks

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from inference_svc.kv.attention.host_copy import FilePart, begin_from_files, copies_itself, wait_for
+from inference_svc.kv.host_copies.from_files import FilePart, begin_from_files
+from inference_svc.kv.host_copies.host_copy import copies_itself, wait_for
 from inference_svc.kv.kept_files import kept_folder
 from inference_svc.model.device_memory import machine_bytes
 from inference_svc.model.weights.extension import Extension, NoExtension, extension

@@ -11,7 +11,7 @@ from inference_svc import first_model
 from inference_svc.engine import first_operations
 from inference_svc.engine.first_operations import run_first_operations
 from inference_svc.first_model import FirstModel
-from inference_svc.kv.attention import host_copy
+from inference_svc.kv.host_copies import host_copy
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.weights import placing
 from tests.inference.kv.attention.device.coming_files import play

@@ -10,7 +10,7 @@ import pytest
 from kvasir.formats.block_file import FileBytes
 
 from inference_svc.engine.files.snapshots import PendingFiles, when_there
-from inference_svc.kv.attention import failed_copies
+from inference_svc.kv.host_copies import failed_copies
 
 Begun = Future[PendingFiles[bytes] | None]
 

@@ -6,7 +6,7 @@ import pytest
 from kvasir.errors import Cancelled, DataLoss
 
 from inference_svc.engine.api import AgentKey, Hot, Restored, Started, Tokens
-from inference_svc.kv.attention import host_copy
+from inference_svc.kv.host_copies import landings
 from tests.inference.engine.driving import Driver, Listener, driver_with_room_for, tokens_of
 from tests.inference.engine.restoring.conftest import LENGTH
 from tests.inference.kv.attention.device.coming_files import play
@@ -78,8 +78,8 @@ def test_an_engine_that_closes_leaves_no_room_for_files_behind(
     play(monkeypatch)
     with driver_with_room_for(2 * LENGTH, model_dir, tmp_path) as other:
         other.turn((*files.token_ids, *SUFFIX), files, other.key(), max_tokens=1)
-        assert host_copy._landings()._all
-    assert not host_copy._landings()._all
+        assert landings._landings()._all
+    assert not landings._landings()._all
 
 
 @pytest.mark.long(3)

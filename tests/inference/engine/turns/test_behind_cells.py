@@ -11,7 +11,7 @@ from kvasir.errors import Cancelled
 from inference_svc.engine import mlx_thread
 from inference_svc.engine.api import Ended, Event, Hot, Prefilled, Started, Tokens
 from inference_svc.formats.constraint import Constraint, ConstraintKind
-from inference_svc.kv.attention import host_copy
+from inference_svc.kv.host_copies import landings
 from inference_svc.kv.sequence_kv import SequenceKV
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.inference.engine.emulated import emulated_engine
@@ -227,7 +227,7 @@ def test_streams_decode_beside_files_that_come_by_themselves_behind_a_cell(
     files, one_cell, counts = emulated.restored(key), tokens_of(50, 3), list[int]()
     stream, other, returning = Listener(), Listener(), Listener()
     play(monkeypatch)
-    monkeypatch.setattr(host_copy._Coming, "is_there", True)
+    monkeypatch.setattr(landings._Coming, "is_there", True)
 
     def note() -> None:
         counts.append(stream.count(Tokens))

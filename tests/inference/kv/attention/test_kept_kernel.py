@@ -12,13 +12,14 @@ import mlx.core as mx
 import pytest
 import structlog
 
-from inference_svc.kv.attention import fused, host_copy, kept_kernel, kernels, nvrtc
+from inference_svc.kv.attention import fused, kept_kernel, kernels, nvrtc
 from inference_svc.kv.attention.fused import KernelTarget, cuda_compiler, fused_attention, mlx_cuda_compiler
 from inference_svc.kv.attention.in_place import append_rows, gathered_values, store_pages
 from inference_svc.kv.attention.kept_kernel import device_target
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.nvrtc import CompileError
 from inference_svc.kv.attention.reference import LayerPages
+from inference_svc.kv.host_copies import host_copy
 from inference_svc.kv.model_hooks.few_rows import few_rows
 from inference_svc.kv.model_hooks.wide_rows import wide_rows
 from tests.inference.kv.attention.scenes import BF16, FP16, Scene, page_format

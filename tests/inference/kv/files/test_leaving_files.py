@@ -18,8 +18,9 @@ from kvasir.formats.token_files import file_identities
 
 from inference_svc.engine.files.snapshots import PendingFiles, when_there
 from inference_svc.kv import sequence_files
-from inference_svc.kv.attention import failed_copies, host_copy, in_place
+from inference_svc.kv.attention import in_place
 from inference_svc.kv.attention.kernels import Dialect
+from inference_svc.kv.host_copies import failed_copies, host_copy
 from inference_svc.kv.page import PAGE_TOKENS
 from inference_svc.kv.pages.page_rows import UNIT
 from inference_svc.kv.pages.pool import KvPool

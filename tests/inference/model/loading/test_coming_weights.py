@@ -18,7 +18,7 @@ from kvasir.errors import FailedPrecondition
 
 from inference_svc import first_model
 from inference_svc.first_model import FirstModel
-from inference_svc.kv.attention import host_copy
+from inference_svc.kv.host_copies import from_files, host_copy
 from inference_svc.kv.kept_files import KeptDirs
 from inference_svc.model import kvasir_tiny, loading, model_identity
 from inference_svc.model.model_identity import begin_digests, weights_digest
@@ -34,7 +34,7 @@ SHAPES = {"a": (70, 90), "b": (3,), "c": (1,), "d": (0, 4), "e": (5000,)}
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedDriver]:
     monkeypatch.setattr(host_copy, "_PIECE_BYTES", 1024)
-    monkeypatch.setattr(host_copy, "_LARGE_PIECE_BYTES", 4096)
+    monkeypatch.setattr(from_files, "_LARGE_PIECE_BYTES", 4096)
     monkeypatch.setattr(first_model, "run_first_operations", lambda _: None)
     played = play(monkeypatch)
     yield played
@@ -93,9 +93,9 @@ def test_files_are_open_until_all_has_come(
     driver: PlayedDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written(tmp_path)
-    parts, begin = list[host_copy.FilePart](), host_copy.begin_from_files
+    parts, begin = list[from_files.FilePart](), from_files.begin_from_files
 
-    def begun(given: list[host_copy.FilePart]) -> Any:
+    def begun(given: list[from_files.FilePart]) -> Any:
         parts.extend(given)
         return begin(given)
 

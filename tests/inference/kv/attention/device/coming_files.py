@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from inference_svc.kv.attention import failed_copies, host_copy
+from inference_svc.kv.host_copies import failed_copies, from_files, host_copy, landings
 from inference_svc.kv.pages import pool
 
 
@@ -94,16 +94,16 @@ def _back(target: int, source: Any, size: int) -> int:
 
 def play(monkeypatch: pytest.MonkeyPatch, landing_bytes: int = 1 << 20) -> PlayedDriver:
     """Take this CPU for a GPU that CUDA copies to."""
-    driver, copiers, landings = PlayedDriver(), [], host_copy.Landings()
+    driver, copiers, room = PlayedDriver(), [], landings.Landings()
     monkeypatch.setattr(host_copy, "_driver", lambda: driver)
     monkeypatch.setattr(host_copy, "_has_cuda", lambda: True)
     monkeypatch.setattr(host_copy, "_is_sound", lambda: True)
     monkeypatch.setattr(host_copy, "_comes_back", lambda: True)
     monkeypatch.setattr(failed_copies, "out", failed_copies.FailedCopies())
-    for module in (host_copy, pool):
+    for module in (from_files, host_copy, landings, pool):
         monkeypatch.setattr(module, "device_address", _address)
-    monkeypatch.setattr(host_copy, "LANDING_BYTES", landing_bytes)
-    monkeypatch.setattr(host_copy, "_landings", lambda: landings)
+    monkeypatch.setattr(landings, "LANDING_BYTES", landing_bytes)
+    monkeypatch.setattr(landings, "_landings", lambda: room)
 
     def only() -> Any:
         copiers.extend([] if copiers else [host_copy._Copiers()])

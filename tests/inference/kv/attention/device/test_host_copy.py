@@ -9,11 +9,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from inference_svc.kv.attention import failed_copies, host_copy
+from inference_svc.kv.host_copies import failed_copies, host_copy, landings
 from tests.inference.kv.attention.device.coming_files import PlayedDriver, play
 
 UNITS = 3 << 10
-REAL_LANDINGS = host_copy._landings
+REAL_LANDINGS = landings._landings
 REAL_TRIAL, REAL_CHECK = host_copy._comes_back, host_copy._is_sound
 
 
@@ -29,7 +29,7 @@ def rows_of(seed: int, count: int = 4) -> list[host_copy.Units]:
     return [*np.random.default_rng(seed).integers(0, 1 << 16, (count, UNITS), dtype=np.uint16)]
 
 
-def arrived(sent: host_copy.Sent) -> bool:
+def arrived(sent: landings.Sent) -> bool:
     """Waits, and reads."""
     found = np.array(sent.rows())
     sent.release(())
@@ -38,7 +38,7 @@ def arrived(sent: host_copy.Sent) -> bool:
 
 def test_rows_arrive_whole_one_after_the_other(driver: PlayedDriver) -> None:
     for seed in range(9):
-        sent = host_copy.send(rows_of(seed))
+        sent = landings.send(rows_of(seed))
         assert sent.comes_by_itself
         assert np.array_equal(np.array(sent.rows()), np.stack(rows_of(seed)))
         sent.release(())
@@ -46,7 +46,7 @@ def test_rows_arrive_whole_one_after_the_other(driver: PlayedDriver) -> None:
 
 def test_nobody_waits_for_rows_until_they_are_read(driver: PlayedDriver) -> None:
     driver.gate.clear()
-    sent = host_copy.send(rows_of(1))
+    sent = landings.send(rows_of(1))
     assert not sent.is_there
     driver.gate.set()
     assert np.array_equal(np.array(sent.rows()), np.stack(rows_of(1)))
@@ -58,16 +58,16 @@ def test_copies_are_made_by_the_driver_that_their_threads_began_with(
 ) -> None:
     """A played one's streams are none of CUDA's, which a test leaves behind with copies that have not begun."""
     driver.gate.clear()
-    sent = [host_copy.send(rows_of(seed)) for seed in range(3)]
+    sent = [landings.send(rows_of(seed)) for seed in range(3)]
     monkeypatch.setattr(host_copy, "_driver", lambda: pytest.fail("another driver"))
     driver.gate.set()
     assert all(arrived(each) for each in sent)
 
 
 def test_the_first_rows_get_room_that_was_made_before(driver: PlayedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    host_copy.make_room()
+    landings.make_room()
     monkeypatch.setattr(host_copy.mx, "zeros", lambda *_, **__: pytest.fail("room was made for rows"))
-    held = [host_copy.send(rows_of(seed)) for seed in range(3)]
+    held = [landings.send(rows_of(seed)) for seed in range(3)]
     assert [each.comes_by_itself and arrived(each) for each in held] == [True] * 3
 
 
@@ -75,7 +75,7 @@ def test_room_is_not_used_again_before_its_readers_are_there(driver: PlayedDrive
     """A reader that is enqueued, and not evaluated, sees the rows that it was enqueued with."""
     sums = []
     for seed in range(9):
-        sent = host_copy.send(rows_of(seed))
+        sent = landings.send(rows_of(seed))
         sums.append(sent.rows().astype(mx.uint32).sum())
         sent.release([sums[-1]])
     assert [int(each.item()) for each in sums] == [int(np.stack(rows_of(seed)).sum()) for seed in range(9)]
@@ -83,24 +83,24 @@ def test_room_is_not_used_again_before_its_readers_are_there(driver: PlayedDrive
 
 def test_room_that_is_given_up_is_not_given_to_others_while_bytes_come_and_nobody_waits(driver: PlayedDriver) -> None:
     driver.gate.clear()
-    host_copy.send(rows_of(1)).release(())
-    held = [host_copy.send(rows_of(2)) for _ in range(2) if host_copy.may_send()]
+    landings.send(rows_of(1)).release(())
+    held = [landings.send(rows_of(2)) for _ in range(2) if landings.may_send()]
     assert [(each.comes_by_itself, each.is_there) for each in held] == [(True, False)] * 2
-    assert not host_copy.may_send()
+    assert not landings.may_send()
     driver.gate.set()
     assert [np.array_equal(np.array(each.rows()), np.stack(rows_of(2))) for each in held] == [True] * 2
     for each in held:
         each.release(())
-    assert all(arrived(host_copy.send(rows_of(seed))) for seed in range(3, 9))
+    assert all(arrived(landings.send(rows_of(seed))) for seed in range(3, 9))
 
 
 def test_copies_of_what_is_given_up_are_not_begun(driver: PlayedDriver) -> None:
     driver.gate.clear()
-    held, given_up = host_copy.send(rows_of(1)), host_copy.send(rows_of(2))
+    held, given_up = landings.send(rows_of(1)), landings.send(rows_of(2))
     given_up.release(())
     driver.gate.set()
     assert arrived(held)
-    assert arrived(host_copy.send(rows_of(3)))
+    assert arrived(landings.send(rows_of(3)))
     assert driver.copies == 2 * 4 * 2, "of four rows two pieces each"
 
 
@@ -140,24 +140,24 @@ def test_a_start_tells_why_threads_copy_nothing(
 def test_who_drops_rows_leaves_room_for_others(driver: PlayedDriver) -> None:
     driver.gate.clear()
     for seed in range(4):
-        assert host_copy.send(rows_of(seed)).comes_by_itself
+        assert landings.send(rows_of(seed)).comes_by_itself
     driver.gate.set()
-    assert arrived(host_copy.send(rows_of(5)))
+    assert arrived(landings.send(rows_of(5)))
 
 
 def test_a_landing_that_cannot_be_made_takes_no_room_and_rows_are_copied_now(
     driver: PlayedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Refusing(host_copy._Landing):
+    class Refusing(landings._Landing):
         def make_ready(self, units: int) -> None:
             raise RuntimeError(f"[malloc] Unable to allocate {2 * units} bytes.")
 
     with monkeypatch.context() as patch:
-        patch.setattr(host_copy, "_Landing", Refusing)
+        patch.setattr(landings, "_Landing", Refusing)
         for seed in range(4):
-            sent = host_copy.send(rows_of(seed))
+            sent = landings.send(rows_of(seed))
             assert (sent.comes_by_itself, arrived(sent)) == (False, True)
-    held = [host_copy.send(rows_of(seed)) for seed in range(3)]
+    held = [landings.send(rows_of(seed)) for seed in range(3)]
     assert [each.comes_by_itself for each in held] == [True] * 3
 
 
@@ -167,18 +167,18 @@ def test_a_landing_that_cannot_be_made_takes_no_room_and_rows_are_copied_now(
 )
 def test_each_thread_has_its_own_room(driver: PlayedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who evaluates another thread's readers crashes the process."""
-    monkeypatch.setattr(host_copy, "_landings", REAL_LANDINGS)
+    monkeypatch.setattr(landings, "_landings", REAL_LANDINGS)
     found = list[bool]()
 
     def go_on(first: int) -> None:
-        held = [host_copy.send(rows_of(first)) for _ in range(3)]
+        held = [landings.send(rows_of(first)) for _ in range(3)]
         found.extend(each.comes_by_itself and arrived(each) for each in held)
-        found.extend(arrived(host_copy.send(rows_of((first + number) % 9))) for number in range(30))
-        host_copy.drop_room()  # a thread that leaves its streams to MLX may crash the process at its end (`MlxThread`)
+        found.extend(arrived(landings.send(rows_of((first + number) % 9))) for number in range(30))
+        landings.drop_room()  # a thread that leaves its streams to MLX may crash the process at its end (`MlxThread`)
         mx.synchronize()
         mx.clear_streams()
 
-    held = [host_copy.send(rows_of(seed)) for seed in range(3)]
+    held = [landings.send(rows_of(seed)) for seed in range(3)]
     threads = [threading.Thread(target=go_on, args=(first,)) for first in range(4)]
     for thread in threads:
         thread.start()
@@ -186,41 +186,41 @@ def test_each_thread_has_its_own_room(driver: PlayedDriver, monkeypatch: pytest.
         thread.join()
     assert found == [True] * 132
     assert all(map(arrived, held))
-    host_copy.drop_room()
+    landings.drop_room()
 
 
 def test_room_that_is_free_is_dropped_and_made_anew(driver: PlayedDriver) -> None:
-    held = host_copy.send(rows_of(1))
-    host_copy.send(rows_of(2)).release(())
-    host_copy.drop_room()
-    assert len(host_copy._landings()._all) == 1
+    held = landings.send(rows_of(1))
+    landings.send(rows_of(2)).release(())
+    landings.drop_room()
+    assert len(landings._landings()._all) == 1
     assert arrived(held)
-    assert arrived(host_copy.send(rows_of(3)))
+    assert arrived(landings.send(rows_of(3)))
 
 
 def test_without_room_rows_are_copied_at_once_and_larger_rows_get_larger_room(driver: PlayedDriver) -> None:
-    held = [host_copy.send(rows_of(seed)) for seed in range(3)]
+    held = [landings.send(rows_of(seed)) for seed in range(3)]
     assert [each.comes_by_itself for each in held] == [True] * 3
-    assert not host_copy.may_send()
-    last = host_copy.send(rows_of(3))
+    assert not landings.may_send()
+    last = landings.send(rows_of(3))
     assert (last.comes_by_itself, last.is_there, arrived(last)) == (False, True, True)
     assert all(map(arrived, held))
-    assert host_copy.may_send()
-    assert all(arrived(host_copy.send(rows_of(seed, count))) for seed, count in pairwise(range(9)))
+    assert landings.may_send()
+    assert all(arrived(landings.send(rows_of(seed, count))) for seed, count in pairwise(range(9)))
 
 
 def test_a_copy_that_cuda_refuses_is_an_error_of_who_reads_it_and_no_others(driver: PlayedDriver) -> None:
     driver.error = 700
-    sent: Any = host_copy.send(rows_of(1))
+    sent: Any = landings.send(rows_of(1))
     memory = sent._landing.array
     with pytest.raises(RuntimeError, match="error 700"):
         sent.rows()
     sent.release(())
     driver.error = 0
-    after: Any = host_copy.send(rows_of(2))
+    after: Any = landings.send(rows_of(2))
     assert after._landing.array is not memory, "CUDA may still write there"
     assert arrived(after)
-    assert len(host_copy._landings()._all) == 1
+    assert len(landings._landings()._all) == 1
 
 
 def test_a_copy_that_is_refused_ends_when_those_before_it_have_arrived(
@@ -248,6 +248,6 @@ def test_a_copy_that_is_refused_ends_when_those_before_it_have_arrived(
 
 @pytest.mark.cpu_only("a GPU has rows come by themselves")
 def test_a_cpu_copies_at_once() -> None:
-    sent = host_copy.send(rows_of(1))
-    assert (sent.comes_by_itself, sent.is_there, host_copy.may_send()) == (False, True, True)
+    sent = landings.send(rows_of(1))
+    assert (sent.comes_by_itself, sent.is_there, landings.may_send()) == (False, True, True)
     assert arrived(sent)
