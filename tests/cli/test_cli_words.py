@@ -225,6 +225,7 @@ def test_a_refusal_names_what_is_wrong(refused: tuple[tuple[str, ...], int, str]
         (Unauthenticated("the token is none"), "after `{} reload`"),
         (FailedPrecondition("damaged", reason="MEMORY_DAMAGED"), "`{} agents rollback AGENT VERSION`"),
         (ResourceExhausted("KV memory", reason="MEMORY_EXCEEDED"), "`{} up --memory-gib GIB`"),
+        (FailedPrecondition("is it 'memory-gib'?"), "kvasir: is it 'memory-gib'?\n"),
     ],
 )
 def test_a_services_refusal_names_the_next_step_in_its_home(

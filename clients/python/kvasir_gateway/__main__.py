@@ -101,7 +101,6 @@ async def serve(settings: GatewayTable) -> None:
     give_memory_back(1 << 20)
     async with Parts() as parts:
         numbers = GatewayNumbers()
-        parts.callback(_log_end, numbers)
         engine = parts.closing(_engine(settings))
         audit = parts.closing(Audit("http", AuditFile(settings.audit_file) if settings.audit_file else None))
         traces = parts.closing(Traces(settings.traces_to, "gateway"))
@@ -135,6 +134,7 @@ async def serve(settings: GatewayTable) -> None:
             await until_it_listens(address, settings.engine_wait_s, time.monotonic)
         await _check(aliases, engine)
         listener = parts.enter_context(contextlib.closing(listener_at(settings.listen)))
+        parts.callback(_log_end, numbers)
         parts.running(history.follow(engine))
         if isinstance(engine, FleetLink):
             parts.running(engine.watch())

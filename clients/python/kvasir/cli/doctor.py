@@ -138,9 +138,9 @@ def service_problems(caller: Caller, states: Iterable[ServiceState]) -> Iterator
         elif each.state != Health.READY and (is_up or named.get(each.name)):
             told = f": {'; '.join(each.problems)}" if each.problems else ""
             look = "look at `kvasir status` there" if each.is_elsewhere else f"look at `kvasir logs {each.name}`"
-            yield f"the {each.name} should run at {each.address}: {each.state}{told}; {look}"
+            yield f"{each.name} should run at {each.address}: {each.state}{told}; {look}"
         else:
-            yield from (f"the {each.name} is not well: {problem}" for problem in each.problems)
+            yield from (f"{each.name} is not well: {problem}" for problem in each.problems)
 
 
 def _loaded_model(caller: Caller) -> dict[str, Any]:

@@ -233,6 +233,7 @@ def report(error: errors.KvasirError, caller: Caller) -> int:
             pass
     # A service does not know its home, for which the command is typed.
     message = error.message.replace("run: kvasir ", f"run: {caller.home.command('')}").rstrip(".")
-    line = " ".join(part for part in (f"kvasir: {message}.", hint(error, caller.home)) if part)
+    end = "" if message.endswith("?") else "."
+    line = " ".join(part for part in (f"kvasir: {message}{end}", hint(error, caller.home)) if part)
     sys.stderr.write(visible(" ".join(line.split())) + "\n")
     return exit_code(error)

@@ -171,7 +171,12 @@ def _numbers(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for name, value in row.items():
         if name not in ("counters", "scrub"):
             is_unlimited = name in ("quota_bytes", "write_budget_bytes") and not value
-            shown = "none" if is_unlimited else size(value) if name.endswith("_bytes") else str(value)
-            yield name.replace("_", " "), shown
+            yield name.replace("_", " "), "none" if is_unlimited else _shown(name, value)
     for name, value in row["counters"].items():
-        yield f"{name.replace('_', ' ')} since start", str(value)
+        yield f"{name.replace('_', ' ')} since start", _shown(name, value)
+
+
+def _shown(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return size(value) if isinstance(value, int) and "bytes" in name.split("_") else str(value)
