@@ -18,11 +18,12 @@ from kvasir_bench.synthetic.geometries import geometry
 from kvasir_bench.synthetic.weights import write_model
 from mlx.utils import tree_flatten
 
+from inference_svc.model import loading
 from inference_svc.model.loading import LoadedModel, load
 from inference_svc.model.model_runner import ModelRunner
 from inference_svc.model.open_model import open_model
 from inference_svc.model.weights.extension import Extension, NoExtension, extension
-from inference_svc.model.weights.placing import place_weights
+from inference_svc.model.weights.placing import Placement, place_weights
 from inference_svc.model.weights.weight_files import weight_file, weight_files
 from tests.inference.engine.families import ALL, LLAMA31, write_family
 from tests.inference.kv.attention.emulators import needs_compiler
@@ -385,6 +386,21 @@ class TestDamagedFiles:
         with pytest.raises(FailedPrecondition, match="changed while they were read"):
             open_model(directory, {"cache_dir": cache_dir}, load=load_and_replace)
         open_model(directory, {"cache_dir": cache_dir})
+
+    def test_a_file_that_is_cut_short_while_mlx_reads_it_is_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = write_family(tmp_path, LLAMA31) / "model.safetensors"
+
+        def place_and_cut(*given: Any, **options: Any) -> Placement:
+            placed = place_weights(*given, **options)
+            os.truncate(path, path.stat().st_size // 2)
+            return placed
+
+        monkeypatch.setattr(loading, "place_weights", place_and_cut)
+        with pytest.raises(FailedPrecondition, match="Unable to read from file") as refused:
+            load(tmp_path, "float32", copies_weights=True)
+        assert refused.value.reason == "MODEL_NOT_LOADABLE"
 
     def test_a_model_whose_file_has_no_tensors_is_refused(self, tmp_path: Path) -> None:
         path = write_family(tmp_path, LLAMA31) / "model.safetensors"
