@@ -11,27 +11,16 @@ KV_CONST float KV_LOG2_E = 1.4426950408889634f;
 template <int PIECES>
 KV_FN int kv_piece(int row, int piece) { return (row * PIECES + (piece ^ (row / (8 / PIECES) & (PIECES - 1)))) * 8; }
 
-// Begin to copy ROWS rows of a chunk, PIECES of 16 bytes each, from rows of `width` pieces. What lies beyond the rows or
-// the width becomes zeros.
-template <int ROWS, int PIECES>
-KV_FN void kv_begin_rows(kv_u16* to, const kv_u16* from, int row_count, int width, int first, int lane) {
-  KV_UNROLL for (int i = lane; i < ROWS * PIECES; i += 32) {
-    const int row = i / PIECES, piece = first + i % PIECES;
-    const bool is_read = row < row_count && piece < width;
-    kv_copy16(to + kv_piece<PIECES>(row, i % PIECES), from + (is_read ? (long(row) * width + piece) * 8 : 0), is_read);
-  }
-}
-
 // sum += a chunk of w [16 * HEIGHT, 64] times a chunk of x [8 * TILES, 64].
 template <bool IS_BFLOAT, int HEIGHT, int TILES>
 KV_FN void kv_multiply_chunk(const kv_u16* w, const kv_u16* x, float (*sum)[TILES][4], int lane) {
   KV_UNROLL for (int half = 0; half < 2; ++half) {
     kv_u32 b[TILES][4];
     KV_UNROLL for (int n = 0; n < TILES; ++n)
-      kv_load_matrices(x + kv_piece<8>(n * 8 + lane % 8, half * 4 + lane / 8), b[n]);
+      kv_load_matrices(x + kv_piece<8>(lane % 8, half * 4 + lane / 8) + n * 512, b[n]);
     KV_UNROLL for (int step = 0; step < 2; ++step) KV_UNROLL for (int h = 0; h < HEIGHT; ++h) {
       kv_u32 a[4];
-      kv_load_matrices(w + kv_piece<8>(h * 16 + lane % 16, half * 4 + step * 2 + lane / 16), a);
+      kv_load_matrices(w + kv_piece<8>(lane % 16, half * 4 + step * 2 + lane / 16) + h * 1024, a);
       KV_UNROLL for (int n = 0; n < TILES; ++n) kv_mma<IS_BFLOAT>(sum[h][n], a, b[n] + step * 2);
     }
   }
@@ -62,14 +51,14 @@ KV_FN void kv_multiply_codes(const kv_u16* w, const kv_u16* x, const kv_u16* sca
   const int g = lane / 4, t = lane % 4;
   kv_u32 words[HEIGHT][4];
   KV_UNROLL for (int h = 0; h < HEIGHT; ++h)
-    kv_load_matrices(w + kv_piece<2>(h * 16 + lane % 16, lane / 16), words[h]);
+    kv_load_matrices(w + kv_piece<2>(lane % 16, lane / 16) + h * 256, words[h]);
   KV_UNROLL for (int first = 0; first < 2; first += HALVES) {
     kv_u32 b[HALVES][TILES][4];
     float x_sum[TILES][4];
     KV_UNROLL for (int n = 0; n < TILES; ++n) {
       KV_UNROLL for (int j = 0; j < 4; ++j) x_sum[n][j] = 0;
       KV_UNROLL for (int half = 0; half < HALVES; ++half) {
-        const kv_u32x4 v = *(const kv_u32x4*)(x + kv_piece<8>(n * 8 + g, (first + half) * 4 + t));
+        const kv_u32x4 v = *(const kv_u32x4*)(x + kv_piece<8>(g, (first + half) * 4 + t) + n * 512);
         b[half][n][0] = (v.x & 0xffffu) | v.z << 16;
         b[half][n][1] = v.x >> 16 | (v.z & 0xffff0000u);
         b[half][n][2] = (v.y & 0xffffu) | v.w << 16;

@@ -19,20 +19,44 @@ const int width_in_pieces = depth / KV_CHUNK * PIECES + depth % KV_CHUNK / 8;
 const int output_count = width - first_output < PART ? width - first_output : PART;
 const long first_unit = long(first_output) * width_in_pieces * 8, first_scale = long(first_output) * GROUPS;
 const kv_u16* const my_parts[] = {my_w, matrices[COUNT - 1]};
-const kv_u16* all_x = (const kv_u16*)x;
 kv_u16* ring = (kv_u16*)kv_shared + kv_warp * STAGES * STAGE;
 float sum[HEIGHT][TILES][4];
 KV_UNROLL for (int h = 0; h < HEIGHT; ++h) KV_UNROLL for (int n = 0; n < TILES; ++n)
   KV_UNROLL for (int j = 0; j < 4; ++j) sum[h][n][j] = 0;
-// Chunk `number` of this warp, whose stage was multiplied STAGES chunks ago. Beyond the depth it is nothing.
-auto begin = [&](int number) {
-  const int chunk = number * WARPS + kv_warp;
-  kv_u16* stage = ring + number % STAGES * STAGE;
-  if (chunk * KV_CHUNK < depth) {
-    KV_UNROLL for (int part = 0; part < PARTS; ++part)
-      kv_begin_rows<PART, PIECES>(stage + part * PART * PIECES * 8, my_parts[part] + first_unit, output_count, width_in_pieces, chunk * PIECES, kv_lane);
-    kv_begin_rows<ROWS, 8>(stage + W_STAGE, all_x, rows, depth / 8, chunk * 8, kv_lane);
+// Where a lane's pieces of this warp's next chunk lie: of outputs, LINES further each, and of rows of x, four further. What
+// lies beyond the outputs, the rows or the depth becomes zeros.
+constexpr int LINES = 32 / PIECES, W_EACH = OUTPUTS / LINES, X_EACH = ROWS / 4;
+const kv_u16 *w_from[W_EACH], *x_from[X_EACH];
+bool w_read[W_EACH], x_read[X_EACH];
+KV_UNROLL for (int i = 0; i < W_EACH; ++i) {
+  const int line = i * LINES + kv_lane / PIECES, part = line / PART, output = line % PART;
+  w_read[i] = output < output_count;
+  w_from[i] = my_parts[part] + first_unit + (w_read[i] ? long(output) * width_in_pieces * 8 : 0) + (kv_warp * PIECES + kv_lane % PIECES) * 8;
+}
+KV_UNROLL for (int i = 0; i < X_EACH; ++i) {
+  const int line = i * 4 + kv_lane / 8;
+  x_read[i] = line < rows;
+  x_from[i] = (const kv_u16*)x + (x_read[i] ? long(line) * depth : 0) + (kv_warp * 8 + kv_lane % 8) * 8;
+}
+const int places[2] = {kv_piece<8>(kv_lane / 8, kv_lane % 8), kv_piece<8>(kv_lane / 8 + 4, kv_lane % 8)};  // of lines by four
+const int place = kv_piece<PIECES>(kv_lane / PIECES, kv_lane % PIECES);
+int begun = 0, next = kv_warp;
+// This warp's next chunk, into the stage that was multiplied STAGES chunks ago.
+auto begin = [&]() {
+  if (next * KV_CHUNK < depth) {
+    kv_u16* const stage = ring + begun * STAGE;
+    const bool is_in = depth % KV_CHUNK == 0 || next * 8 + kv_lane % 8 < depth / 8;
+    KV_UNROLL for (int i = 0; i < W_EACH; ++i) {
+      kv_copy16(stage + (PIECES == 8 ? places[i % 2] + i / 2 * 512 : place + i * 256), w_from[i], w_read[i] && (PIECES == 2 || is_in));
+      w_from[i] += WARPS * PIECES * 8;
+    }
+    KV_UNROLL for (int i = 0; i < X_EACH; ++i) {
+      kv_copy16(stage + W_STAGE + places[i % 2] + i / 2 * 512, x_from[i], x_read[i] && (PIECES == 2 || is_in));
+      x_from[i] += WARPS * KV_CHUNK;
+    }
+    if (++begun == STAGES) begun = 0;
   }
+  next += WARPS;
   kv_copies_begun();
 };
 constexpr int STRIDE = GROUPS + 8;
@@ -46,20 +70,22 @@ if (BITS == 4) {
   }
   kv_copies_begun();
 }
-KV_UNROLL for (int number = 0; number < STAGES - 1; ++number) begin(number);
+KV_UNROLL for (int number = 0; number < STAGES - 1; ++number) begin();
 if (BITS == 4) {
   kv_copies_done<STAGES - 1>();
   kv_group_barrier();
 }
-KV_ROLLED for (int number = 0; (number * WARPS + kv_warp) * KV_CHUNK < depth; ++number) {
+int used = 0;
+KV_ROLLED for (int chunk = kv_warp; chunk * KV_CHUNK < depth; chunk += WARPS) {
   kv_copies_done<STAGES - 2>();
-  begin(number + STAGES - 1);
-  const kv_u16* stage = ring + number % STAGES * STAGE;
-  const int group = (number * WARPS + kv_warp) * KV_CHUNK / GROUP;
+  begin();
+  const kv_u16* stage = ring + used * STAGE;
+  const int group = chunk * KV_CHUNK / GROUP;
   if constexpr (BITS == 4)
     kv_multiply_codes<IS_BFLOAT, GROUP, HEIGHT, TILES>(stage, stage + W_STAGE, my_own_scales + group, my_own_biases + group, STRIDE, sum, kv_lane);
   else
     kv_multiply_chunk<IS_BFLOAT, HEIGHT, TILES>(stage, stage + W_STAGE, sum, kv_lane);
+  if (++used == STAGES) used = 0;
 }
 kv_copies_done<0>();
 kv_group_barrier();
