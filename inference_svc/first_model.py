@@ -116,9 +116,8 @@ class FirstModel:
         coming = None
         if copies_itself() and not copies:
             files = weight_files(directory)
-            coming = ComingWeights(files, begin_digests(files, self._state_dir))
-            with contextlib.suppress(Exception):  # the first turn's then
-                run_first_operations(directory)
+            digests = begin_digests(files, self._state_dir)
+            coming = ComingWeights(files, digests, partial(run_first_operations, directory))
         self._is_imported.wait()
         kept = KeptDirs(self._state_dir, kept_folder())
         return _load(directory, compute_type, copies_weights=copies, kernels=kernels, kept=kept, coming=coming)

@@ -1,7 +1,8 @@
-"""Operations of every turn, run once while a start still imports modules: CUDA finds and loads its libraries' kernels
-when they are first used, which takes 0.2 s of a processor without the interpreter.
+"""Operations of every turn, run once while weights come: CUDA finds and loads kernels when they are first used, which
+takes 0.2 s of a processor without the interpreter.
 """
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,12 @@ _TYPE = mx.bfloat16
 
 
 def run_first_operations(directory: Path) -> None:
-    """Of a model's sizes. Evaluates, on the MLX thread, and keeps nothing. Raises KeyError, ValueError, TypeError for a
-    configuration that does not name them."""
+    """Of a model's sizes, if its configuration names them. Evaluates, on the MLX thread. Buffers stay for a turn's."""
+    with contextlib.suppress(Exception):  # the first turn is the first then
+        _run(directory)
+
+
+def _run(directory: Path) -> None:
     config: Any = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     hidden, heads, vocabulary = (int(config[name]) for name in ("hidden_size", "num_attention_heads", "vocab_size"))
     width = int(config.get("head_dim") or hidden // heads)
@@ -26,7 +31,6 @@ def run_first_operations(directory: Path) -> None:
     queries, keys = (each.transpose(0, 2, 1, 3) for each in (queries, keys))
     attended = mx.fast.scaled_dot_product_attention(queries, keys, keys, scale=width**-0.5, mask="causal")
     mx.eval(inner, attended, *_draws(mx.zeros((vocabulary,), mx.float32)))
-    mx.clear_cache()
 
 
 def _draws(logits: mx.array) -> list[mx.array]:

@@ -43,8 +43,8 @@ def load_optimized_blas() -> str | None:
 
 
 def begin_loading_mlx() -> None:
-    """On a thread that needs no interpreter: of CUDA's libraries, which MLX's needs, that takes 0.3 s. Meanwhile an
-    import of another extension module waits.
+    """On a thread that needs no interpreter, with CUDA's libraries and the device's context: `import mlx.core` holds it
+    for 0.3 s to do so. Meanwhile an import of another extension module waits.
     """
 
     def load() -> None:
@@ -54,6 +54,10 @@ def begin_loading_mlx() -> None:
             opened = ctypes.CDLL(None).dlopen
             opened.argtypes, opened.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
             opened(os.fsencode(library), os.RTLD_NOW)
+            driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOW | os.RTLD_NOLOAD)  # none: MLX is another device's
+            device, context = ctypes.c_int(), ctypes.c_void_p()
+            if driver.cuInit(0) == driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
+                driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)  # the one that MLX computes in
 
     if sys.platform == "linux":
         Thread(target=load, name="mlx-library", daemon=True).start()

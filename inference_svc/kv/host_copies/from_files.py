@@ -12,8 +12,8 @@ import mlx.core as mx
 from inference_svc.kv.host_copies.host_copy import begin_pieces, device_address
 
 # Each piece takes the interpreter three times, and while they come the service is imported. On an H200 host 16 GB come
-# in 0.70 s so, in 0.47 by pieces of 4 MB, beside which its imports took 1.7 s instead of 1.0.
-_LARGE_PIECE_BYTES = 16 << 20
+# in 0.70 s by pieces of 16 MB, for which a start waits, and in 0.47 by 4 MB, beside which imports took 1.7 s, not 1.0.
+_LARGE_PIECE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)

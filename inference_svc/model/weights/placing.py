@@ -52,11 +52,16 @@ class Placement:
 class ComingWeights:
     """Weights on their way to a device to which threads copy, which may begin before a model is there for them."""
 
-    def __init__(self, files: Sequence[WeightFile], digests: "Future[Mapping[str, str]] | None" = None) -> None:
+    def __init__(
+        self,
+        files: Sequence[WeightFile],
+        digests: "Future[Mapping[str, str]] | None" = None,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> None:
         """Begin, on the MLX thread. A file that was replaced since its header was read is not sent. `digests`: theirs,
-        if they are made already.
+        if they are made already. `meanwhile`: work for the time in which `give` would only wait.
         """
-        self.files, self.digests, self._opened = files, digests, ExitStack()
+        self.files, self.digests, self._meanwhile, self._opened = files, digests, meanwhile, ExitStack()
         parts = {name: part for file in files for name, part in _parts(file, _unique(file, files), self._opened)}
         arrays, self._copies = begin_from_files([*parts.values()])
         self._arrays = dict(zip(parts, arrays, strict=True))
@@ -64,6 +69,7 @@ class ComingWeights:
     def give(self, weights: Tensors) -> int:
         """Wait until all have come, and give them to arrays that are not evaluated. Returns their bytes."""
         with self._opened:
+            self._meanwhile()
             wait_for(self._copies)
         arrays, self._arrays, sent = self._arrays, {}, 0
         for name, array in arrays.items():
