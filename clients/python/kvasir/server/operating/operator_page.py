@@ -87,7 +87,7 @@ class OperatorPage(Collector):
                 path = self.path.partition("?")[0]
                 if not cast("_Server", self.server).asks(self.connection):
                     self._answer(503, "text/plain", b"others ask for too much at once\n")
-                elif not _is_local(self.headers.get("host", "localhost")):
+                elif not all(map(_is_local, self.headers.get_all("host", ["localhost"]))):
                     self._answer(403, "text/plain", b"this machine alone: ask for 127.0.0.1\n")
                 elif path == "/metrics":
                     self._answer(200, CONTENT_TYPE_LATEST, generate_latest(registry))
