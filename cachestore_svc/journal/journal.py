@@ -127,6 +127,8 @@ class Journal:
         pieces = []
         while start < self.size_bytes:
             piece = os.pread(self._descriptor, min(_PIECE_BYTES, self.size_bytes - start), start)
+            if not piece:
+                raise OSError(f"{self.path} was cut short")
             pieces.append(piece)
             start += len(piece)
         return pieces

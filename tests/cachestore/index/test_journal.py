@@ -209,6 +209,19 @@ def test_a_journal_is_shortened_or_stays_as_it_was(tmp_path: Path, effect: str) 
     assert (found.position, found.state) == (whole.position, whole.state)
 
 
+def test_a_journal_that_is_cut_short_is_not_shortened_and_stops_nothing(tmp_path: Path) -> None:
+    """The index thread read the rest of it for ever."""
+    path = tmp_path / "journal"
+    log = opened(path, Disk())
+    log.append([json.dumps(CHANGE)])
+    log.keep()
+    first = log.shorter(log.size_bytes)
+    os.truncate(path, 10)
+    with pytest.raises(OSError, match="cut short"):
+        log.shorten(first.state, first.position, 5)
+    assert path.stat().st_size == 10
+
+
 def test_what_is_no_file_is_no_journal(tmp_path: Path) -> None:
     (tmp_path / "journal").mkdir()
     found = journal.read(tmp_path / "journal", Disk())
