@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 import mlx.core as mx
 
-from inference_svc.kv.host_copies.host_copy import begin_pieces, device_address
+from inference_svc.kv.host_copies.host_copy import begin_pieces, device_addresses
 
 # Each piece takes the interpreter three times, and while they come the service is imported. On an H200 host 16 GB come
 # in 0.70 s by pieces of 16 MB, for which a start waits, and in 0.47 by 4 MB, beside which imports took 1.7 s, not 1.0.
@@ -37,7 +37,7 @@ def begin_from_files(parts: Sequence[FilePart]) -> "tuple[list[mx.array], list[F
     read the arrays before `wait_for` has returned.
     """
     made = [mx.zeros((part.size_bytes // 2,), dtype=mx.uint16) for part in parts]
-    addresses = [device_address(each) for each in made]
+    addresses = device_addresses(made)
     # Other work may still read memory that was free when these arrays were made.
     mx.synchronize()
     pieces = [

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -126,15 +126,20 @@ def copy_out(runs: Sequence[Run], target: memoryview) -> None:
 
 def device_address(array: mx.array) -> int:
     """Where an array lies on the device. It must be held as long as the address is used."""
-    (address,) = compiled(cuda_compiler, _ADDRESS)(
-        inputs=[array],
-        template=[],
-        grid=(32, 1, 1),
-        threadgroup=(32, 1, 1),
-        output_shapes=[(1,)],
-        output_dtypes=[mx.int64],
-    )
-    return int(address.item())  # type: ignore[arg-type]
+    [address] = device_addresses([array])
+    return address
+
+
+def device_addresses(arrays: Sequence[mx.array]) -> list[int]:
+    """As `device_address`, of many: each wait for the device takes the interpreter twice."""
+    find = compiled(cuda_compiler, _ADDRESS)
+    shape: dict[str, Any] = {"grid": (32, 1, 1), "threadgroup": (32, 1, 1)}
+    made = [
+        find(inputs=[array], template=[], output_shapes=[(1,)], output_dtypes=[mx.int64], **shape)[0]
+        for array in arrays
+    ]
+    mx.eval(made)
+    return [int(address.item()) for address in made]  # type: ignore[arg-type]
 
 
 class _Copiers:

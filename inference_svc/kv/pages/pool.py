@@ -19,7 +19,7 @@ from inference_svc.kv.attention.in_place import store_pages
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.codec import layer_codecs
 from inference_svc.kv.host_copies import failed_copies
-from inference_svc.kv.host_copies.host_copy import Run, device_address, takes_out
+from inference_svc.kv.host_copies.host_copy import Run, device_addresses, takes_out
 from inference_svc.kv.host_numbers import HostNumbers
 from inference_svc.kv.page import UNIT_BYTES, PageFormat
 from inference_svc.kv.pages.block_table import blocks_of, most_window_blocks
@@ -165,7 +165,7 @@ class KvPool:
         return self._is_copied_by_threads and not failed_copies.out.is_refused
 
     def run_of(self, layer: int, page: int) -> Run:
-        self._addresses = self._addresses or [device_address(array) for array in self.arrays]
+        self._addresses = self._addresses or device_addresses(self.arrays)
         slot = self.slot_of(layer)
         return self._addresses[slot] + page * self._units[slot] * UNIT_BYTES, self.formats[layer].bytes
 

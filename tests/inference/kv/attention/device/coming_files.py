@@ -100,8 +100,10 @@ def play(monkeypatch: pytest.MonkeyPatch, landing_bytes: int = 1 << 20) -> Playe
     monkeypatch.setattr(host_copy, "_is_sound", lambda: True)
     monkeypatch.setattr(host_copy, "_comes_back", lambda: True)
     monkeypatch.setattr(failed_copies, "out", failed_copies.FailedCopies())
-    for module in (from_files, host_copy, landings, pool):
+    for module in (host_copy, landings):
         monkeypatch.setattr(module, "device_address", _address)
+    for module in (from_files, host_copy, pool):
+        monkeypatch.setattr(module, "device_addresses", lambda arrays: [*map(_address, arrays)])
     monkeypatch.setattr(landings, "LANDING_BYTES", landing_bytes)
     monkeypatch.setattr(landings, "_landings", lambda: room)
 

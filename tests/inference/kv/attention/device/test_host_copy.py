@@ -36,6 +36,20 @@ def arrived(sent: landings.Sent) -> bool:
     return found.tobytes() in {np.stack(rows_of(seed, count)).tobytes() for seed in range(9) for count in range(1, 9)}
 
 
+def test_each_array_has_its_own_address_after_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, wait = list[object](), mx.eval
+
+    def kernel(*, inputs: list[mx.array], **_: Any) -> list[mx.array]:
+        return [inputs[0].sum(keepdims=True).astype(mx.int64)]  # as if an array lay where its sum is
+
+    monkeypatch.setattr(host_copy, "compiled", lambda *_: kernel)
+    monkeypatch.setattr(mx, "eval", lambda *made: (waits.append(made), wait(*made)))
+    arrays = [mx.full((number + 1,), 3, mx.uint16) for number in range(9)]
+    assert host_copy.device_addresses(arrays) == [3 * (number + 1) for number in range(9)]
+    assert host_copy.device_address(arrays[4]) == 15
+    assert len(waits) == 2
+
+
 def test_rows_arrive_whole_one_after_the_other(driver: PlayedDriver) -> None:
     for seed in range(9):
         sent = landings.send(rows_of(seed))
