@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import suppress
 from functools import cache
 from hashlib import blake2b
 from importlib.metadata import version
@@ -73,9 +74,11 @@ def extension(kept: Path | None, compilers: tuple[str, ...] = _COMPILERS) -> Ext
         raise NoExtension("MLX keeps its arrays in Python in a way that is not known")
     if kept is None:
         raise NoExtension("this user has no home directory to keep it in")
-    path = kept / f"{_key()}.so"
-    if not _is_there(path):
-        _compile(_compiler(compilers), path)
+    if (path := _found(kept)) is None:
+        _compile(_compiler(compilers), kept)
+        path = _found(kept)
+    if path is None:
+        raise NoExtension(f"it does not stay in {kept}")
     return Extension(path)
 
 
@@ -91,12 +94,19 @@ def _key() -> str:
     return blake2b("\0".join(map(str, facts)).encode(), digest_size=16).hexdigest()
 
 
-def _is_there(path: Path) -> bool:
-    """A kept file in a folder that this user alone writes: it runs in this process."""
-    try:
-        return path.is_file() and is_this_users(path.parent)
-    except OSError:
-        return False
+def _found(kept: Path) -> Path | None:
+    """A kept file in a folder that this user alone writes: it runs in this process. Its bytes are those of its name:
+    one that a crash of the machine cut short would end each process that loads it.
+    """
+    with suppress(OSError):
+        if is_this_users(kept):
+            paths = kept.glob(f"{_key()}-*.so")
+            return next((path for path in paths if path.name == _name_of(path.read_bytes())), None)
+    return None
+
+
+def _name_of(content: bytes) -> str:
+    return f"{_key()}-{blake2b(content, digest_size=16).hexdigest()}.so"
 
 
 def _compiler(names: tuple[str, ...]) -> str:
@@ -116,13 +126,13 @@ def _has_apples_tools() -> bool:
         return False
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _compile(compiler: str, kept: Path) -> None:
     """Compile to a file of another name, and rename it: processes may do this at once."""
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not is_this_users(path.parent):
-            raise NoExtension(f"{path.parent} may be written by others")
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
+        kept.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not is_this_users(kept):
+            raise NoExtension(f"{kept} may be written by others")
+        with tempfile.NamedTemporaryFile(dir=kept, suffix=".part", delete=False) as file:
             part = Path(file.name)
     except OSError as error:
         raise NoExtension(f"it cannot be kept: {error}") from None
@@ -134,7 +144,7 @@ def _compile(compiler: str, path: Path) -> None:
             answer = subprocess.run([compiler, *_FLAGS, *linked], capture_output=True, text=True, check=False)
             if answer.returncode == 0:
                 part.chmod(0o700)
-                part.replace(path)
+                part.replace(kept / _name_of(part.read_bytes()))
             else:
                 problems.append(next(iter(answer.stderr.splitlines()), f"exit code {answer.returncode}"))
         except OSError as error:

@@ -485,6 +485,22 @@ class TestWithoutTheExtension:
 
 
 @needs_compiler
+@pytest.mark.long(5)
+def test_a_kept_file_that_a_crash_cut_short_is_made_again(tmp_path: Path) -> None:
+    """Loaded, it ended each start of an engine by SIGBUS."""
+    program = (
+        "import sys; from pathlib import Path; from inference_svc.model.weights import extension as module;"
+        "module._WAIT_S = None; module.extension(Path(sys.argv[1])); print('loaded')"
+    )
+    argv = [sys.executable, "-c", program, str(tmp_path)]
+    for _ in range(2):
+        loaded = subprocess.run(argv, capture_output=True, text=True, check=False)
+        assert (loaded.returncode, loaded.stdout) == (0, "loaded\n"), loaded.stderr
+        for kept in tmp_path.iterdir():
+            os.truncate(kept, kept.stat().st_size // 2)
+
+
+@needs_compiler
 @pytest.mark.long(3)
 def test_threads_that_compile_at_once_leave_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{extension.__module__}._WAIT_S", None)  # a busy compiler takes longer
