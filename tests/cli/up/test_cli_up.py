@@ -168,7 +168,7 @@ def test_a_load_of_turns_is_measured_at_the_running_engine(cli: Cli) -> None:
     assert found["tokens_per_s"] > 0
     assert (found["failures"], found["good_share"]) == ({}, None)
     nobody = Cli(cli.home)("--engine", "unix:/tmp/kv-nobody", "bench", "load", "--seconds", "1", "--json")
-    assert nobody.code == 3
+    assert (nobody.code, nobody.value["error"]["message"]) == (3, "no engine answers at unix:/tmp/kv-nobody")
 
 
 @pytest.mark.long(2)
@@ -214,7 +214,7 @@ def test_a_load_is_sent_to_mlx_lms_server_too_and_shown_beside_it(cli: Cli, tmp_
 )
 def test_a_load_that_is_none_is_refused_by_its_option(field: str, wrong: tuple[str, ...]) -> None:
     refused = in_process("bench", "load", *wrong, "--json")
-    assert json.loads(refused.err or refused.out)["error"]["field"] == field
+    assert (refused.code, refused.value["error"]["field"]) == (2, field)
 
 
 @pytest.mark.long(3)

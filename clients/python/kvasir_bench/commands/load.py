@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,14 +10,14 @@ from typing import Annotated, Any
 
 import typer
 from kvasir.cli.caller import Caller
-from kvasir.cli.failures import PROBLEMS
+from kvasir.cli.failures import PROBLEMS, naming
 from kvasir.cli.running.checks import check_model
 from kvasir.cli.showing.arguments import option
 from kvasir.clients import AioInferenceClient
 from kvasir.credentials import read_token
 from kvasir.errors import FailedPrecondition, InvalidArgument
 
-from kvasir_bench.commands.shown import PlotsOption, progress, show
+from kvasir_bench.commands.shown import PlotsOption, checking_options, progress, show
 from kvasir_bench.load import report, run
 from kvasir_bench.load.arithmetic import Lengths, Limits
 
@@ -137,12 +137,16 @@ def load(caller: Caller, options: LoadOptions, servers: ServerOptions, plots: Pl
     home's, or --engine; with --http any server of OpenAI's chat completions, and all times include HTTP. A crowd beside
     mlx-lm: `--at-once 64 --requests 64 --mlx-lm kvasir-tiny`. Goodput, requests that the engine serves in time: `--rate
     4 --in 200~4000 --first-token-ms 1000 --gap-ms 100`."""
-    if options.rate is not None and options.at_once is not None:
-        raise InvalidArgument.of("--rate", "expected --rate or --at-once, got both")
-    servers.check()
-    scope = options.scope()
+    with checking_options():
+        if options.rate is not None and options.at_once is not None:
+            raise InvalidArgument.of("--rate", "expected --rate or --at-once, got both")
+        servers.check()
+        scope = options.scope()
     target = _grpc(caller) if servers.http is None else _http(servers.http, servers)
-    with progress(caller, "turns arrive", plots) as say:
+    with (
+        progress(caller, "turns arrive", plots) as say,
+        naming("engine", caller) if not servers.http else nullcontext(),
+    ):
         results = asyncio.run(_measured(target, scope, servers, say))
     show(caller, results, report, plots)
     if not results["end_to_end_s"]["count"]:

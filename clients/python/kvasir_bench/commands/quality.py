@@ -9,7 +9,15 @@ from kvasir.cli.caller import Caller
 from kvasir.cli.showing.arguments import option
 from kvasir.errors import InvalidArgument
 
-from kvasir_bench.commands.shown import MarkdownOption, ModelOption, PlotsOption, given, progress, show
+from kvasir_bench.commands.shown import (
+    MarkdownOption,
+    ModelOption,
+    PlotsOption,
+    checking_options,
+    given,
+    progress,
+    show,
+)
 from kvasir_bench.program import measured_by
 from kvasir_bench.quality import report
 
@@ -97,7 +105,8 @@ def quality(
 
     With --text the measure is your own text, with 95 % intervals over its windows: each policy, each layer alone under
     one of them, and the layers to keep exact (--kv-exact-layers of `kvasir up`) within a budget of bytes."""
-    options.check()
+    with checking_options():
+        options.check()
     what = "weights" if options.weights else "KV policies"
     with progress(caller, f"measuring {what}; minutes at full size", plots) as say:
         results = measured_by("quality", f"{what} were not measured", given(options), say)

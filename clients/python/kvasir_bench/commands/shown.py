@@ -11,6 +11,7 @@ import typer
 from kvasir.cli.caller import Caller
 from kvasir.cli.failures import PROBLEMS, WrongUsage
 from kvasir.cli.showing.arguments import option
+from kvasir.errors import InvalidArgument
 
 from kvasir_bench.pictures import Plots
 from kvasir_bench.tables import markdown_table
@@ -28,6 +29,15 @@ def given(options: Any) -> dict[str, object]:
     """A command's record of options as its program takes them."""
     values = {each.name: getattr(options, each.name) for each in fields(options)}
     return {f"--{name.replace('_', '-')}": getattr(value, "value", value) for name, value in values.items()}
+
+
+@contextmanager
+def checking_options() -> Iterator[None]:
+    """What refuses an option here is the command line's own refusal."""
+    try:
+        yield
+    except InvalidArgument as error:
+        raise WrongUsage(error.message, field=error.field) from None
 
 
 @contextmanager
