@@ -365,3 +365,37 @@ async def test_a_reader_who_takes_nothing_of_an_answer_is_cut_off_and_a_slow_one
         for _, writer in streams:
             writer.close()
         assert taken > length
+
+
+@pytest.mark.parametrize("second", [b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n", b"no request\r\n\r\n"])
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_refusal_behind_a_request_is_no_answer_to_that_one(second: bytes, has_begun: bool) -> None:
+    async def app(_scope: Any, receive: Any, send: Any) -> None:
+        if has_begun:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"text", "more_body": True})
+        assert await receive() == {"type": "http.request", "body": b"", "more_body": False}
+        assert await receive() == {"type": "http.disconnect"}
+        ended.set()
+
+    ended = asyncio.Event()
+    async with connections_to(app) as (port, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(_ASKED)
+        await asyncio.sleep(0.05)
+        writer.write(second)
+        answered = await reader.read()
+        await ended.wait()
+    assert b" 400 " not in answered, answered
+    assert answered.startswith(b"HTTP/1.1 200") == has_begun
+
+
+async def test_a_body_that_is_none_is_refused_by_an_answer() -> None:
+    async def app(_scope: Any, receive: Any, _send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    sent = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nno length\r\n"
+    async with connections_to(app) as (port, _):
+        head = await answer(await asyncio.open_connection("127.0.0.1", port), sent)
+    assert head.startswith(b"HTTP/1.1 400")

@@ -212,8 +212,13 @@ class Connection(HttpToolsProtocol):
         self._pause_if_much_waits()
         if self._unread_bytes <= _MAX_HEAD_BYTES or self.transport.is_closing():
             return
-        if self._is_answered:
-            self.send_400_response(f"The request's head has more than {_MAX_HEAD_BYTES} bytes.")
+        self.send_400_response(f"The request's head has more than {_MAX_HEAD_BYTES} bytes.")
+
+    def send_400_response(self, msg: str) -> None:
+        """Closes without a word where a request is under way: its reader would take this for its answer, or a part."""
+        is_body = self.cycle is not None and self.cycle.more_body and not self.cycle.response_started
+        if len(self._unanswered) <= is_body:
+            super().send_400_response(msg)
         else:
             self.transport.close()
 
