@@ -23,24 +23,27 @@ class _Ahead:
 
 
 class Gathering:
-    """The bytes of one manifest, piece by piece, within its room: it is read when the last has come."""
+    """The bytes of one manifest, piece by piece, within its room: it is read when the last has come. They are copied:
+    a piece of one byte would keep its whole message.
+    """
 
-    def __init__(self, size_bytes: int, read: Callable[[bytes], None], give_back: Callable[[], None]) -> None:
+    def __init__(self, size_bytes: int, read: Callable[[memoryview], None], give_back: Callable[[], None]) -> None:
         self._lacking_bytes = size_bytes
         self._read = read
         self._give_back = give_back
-        self._pieces: list[bytes | memoryview] = []
+        self._data = bytearray()
 
     def add(self, data: bytes | memoryview) -> None:
         if self._lacking_bytes <= 0:
             return
-        self._pieces.append(data)
         self._lacking_bytes -= len(data)
         if self._lacking_bytes < 0:
             self._drop()
-        elif not self._lacking_bytes:
-            self._read(b"".join(self._pieces))
-            self._pieces.clear()
+            return
+        self._data += data
+        if not self._lacking_bytes:
+            self._read(memoryview(self._data))
+            self._data = bytearray()
 
     def end(self) -> None:
         """No more pieces come."""
@@ -49,7 +52,7 @@ class Gathering:
             self._drop()
 
     def _drop(self) -> None:
-        self._pieces.clear()
+        self._data = bytearray()
         self._give_back()
 
 
@@ -81,7 +84,7 @@ class ManifestsAhead:
             return None
         return Gathering(size_bytes, partial(self._gathered, key), partial(self._room.give_back, namespace, size_bytes))
 
-    def _gathered(self, key: tuple[str, Digest], data: bytes) -> None:
+    def _gathered(self, key: tuple[str, Digest], data: memoryview) -> None:
         if key in self._ahead:
             self._room.give_back(key[0], key[1].size_bytes)
         else:

@@ -1,6 +1,8 @@
 """A manifest that an engine wrote is read before its commit: the commit is the same, and its room is given back."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -303,3 +305,22 @@ async def test_a_commit_of_a_manifest_that_does_not_come_reads_it_itself_later(
             async with scene.ahead.known(NS, snapshot.manifest_digest, is_coming=True) as known:
                 assert known is None
             assert not scene.ahead._awaited
+
+
+class _Message(bytearray):
+    """As a request that was received."""
+
+
+@pytest.mark.parametrize("of_it", [0, 1])
+async def test_a_piece_of_a_manifest_keeps_no_other_byte_of_its_message(of_it: int, lab: Lab) -> None:
+    manifest = SyntheticAgent(SMALL).turn(300).manifest_digest
+    with lab.open() as store:
+        async with scene_of(store) as scene:
+            gathering, message = scene.ahead.gather(NS, manifest), _Message(1 << 20)
+            assert gathering is not None
+            gathering.add(memoryview(message)[:of_it])
+            is_kept = weakref.ref(message)
+            del message
+            gc.collect()
+            assert is_kept() is None
+            gathering.end()
