@@ -133,6 +133,7 @@ def _copied_block(layout: identity_pb2.KvIdentity, identity: FileIdentity, runs:
     data = np.empty(len(header) + sum(size for _, size in runs), np.uint8).data
     data[: len(header)] = header
     copy_out(runs, data[len(header) :])
+    failed_copies.out.arrived()
     return data.toreadonly()
 
 
@@ -182,6 +183,7 @@ class _TailCopy:
         if self._failure is not None:
             file.set_exception(self._failure)
         elif self._made is not None:
+            failed_copies.out.arrived()
             file.set_result(self._made[0].data.toreadonly())
 
 

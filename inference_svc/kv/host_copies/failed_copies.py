@@ -28,6 +28,10 @@ class FailedCopies:
             if self.in_a_row >= MOST_FAILURES:
                 self._refuse(why)
 
+    def arrived(self) -> None:
+        """All copies of one file did."""
+        self.in_a_row = 0
+
     def refuse(self, why: BaseException) -> None:
         """Let no thread copy any more. Idempotent."""
         with self._lock:

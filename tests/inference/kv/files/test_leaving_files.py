@@ -6,6 +6,7 @@ On a GPU they are CUDA's copies; elsewhere a played driver reads pages as late a
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -224,6 +225,22 @@ def test_where_cuda_refuses_a_copy_files_are_copied_at_once_from_then_on(
     assert files_of(kv, identities_of(kv)) == expected
     assert driver.copies == copies
     assert capsys.readouterr().out.count("host_copy.out_refused") == 1
+
+
+@pytest.mark.cpu_only("CUDA itself refuses nothing")
+def test_a_tail_of_which_cuda_always_refuses_a_layer_is_copied_without_threads(driver: PlayedDriver) -> None:
+    """Other layers arrive each time."""
+    kv = filled(SequenceKV(pool := pool_of([full(), full(heads=1), full(), full(heads=3)])), [300])
+    [_, tail], copy = identities_of(kv), driver.cuMemcpyDtoHAsync_v2
+    [expected] = plain(kv, [tail])
+    first, size = pool.run_of(3, kv.table_of(3).pages[1])
+
+    def refuse(target: Any, source: Any, size_bytes: Any, stream: Any) -> int:
+        return 700 if first <= source.value < first + size else copy(target, source, size_bytes, stream)
+
+    driver.cuMemcpyDtoHAsync_v2 = refuse
+    assert files_of(kv, [tail]) == [expected]
+    assert not pool.is_copied_by_threads
 
 
 @pytest.mark.cpu_only("CUDA itself refuses nothing")
