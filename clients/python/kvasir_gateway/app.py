@@ -326,7 +326,7 @@ class Gateway:
             if not turn.is_streamed:
                 reply = await unless_left(call.request.receive, gather(events))
                 memory.left()
-                headers |= self._told(call, memory.agent_id, turn, reply.started)
+                headers |= self._told(call, memory.agent_id, turn, reply.started) | heads.not_stored(reply.finished)
                 return JSONResponse(whole(asked, reply), headers=headers)
             first = await unless_left(call.request.receive, anext(events))
             headers |= self._told(call, memory.agent_id, turn, first.started)

@@ -114,7 +114,7 @@ def document(version: str) -> Json:
             "conversation is found again by its messages. The answer's x-agent-memory says what the turn did to it, "
             "x-kvasir-ignored which of the request's fields were ignored, x-kvasir-side-call why it leaves no "
             "memory, x-kvasir-volatile which rules changed its prompt, x-kvasir-reused how much of it was not "
-            "computed, and x-kvasir-miss why not more.",
+            "computed, x-kvasir-miss why not more, and x-kvasir-not-stored why the store did not take the turn.",
         },
         "security": [{"bearer": []}, {"key": []}],
         "paths": paths,

@@ -22,7 +22,7 @@ from kvasir_gateway.openai import response_answers as openai_response_answers
 from kvasir_gateway.openai import responses as openai_responses
 from kvasir_gateway.turn import Asked
 
-from tests.gateway.conftest import Front
+from tests.gateway.conftest import Front, running_front
 from tests.gateway.dialects.test_openai_chat import ask, cached
 from tests.gateway.serving import CALLERS, MODEL, GatewayProcess, running_gateway
 
@@ -290,6 +290,14 @@ def test_append_gives_a_new_agent_all_messages_and_an_old_one_the_newest_without
     done, tokens = talk("And my dog's?", "mine")
     assert done == "extended"
     assert talk("And my dog's?", "mine") == ("replayed", tokens), "a retry appends nothing twice"
+
+
+@pytest.mark.long(4)
+def test_an_answer_names_why_its_turn_is_in_ram_alone(tmp_path: Path) -> None:
+    with running_front(tmp_path, store_options=("--free-disk-reserve-bytes", str(1 << 60))) as full:
+        create = full.openai(**{"x-agent-id": "ada"}).chat.completions.with_raw_response.create
+        raw = create(model=MODEL, max_tokens=4, messages=[{"role": "user", "content": "Hello."}])
+    assert raw.headers["x-kvasir-not-stored"].startswith("ResourceExhausted: disk: no room for")
 
 
 @pytest.mark.long(2)

@@ -23,7 +23,14 @@ from kvasir_gateway.errors import refused
 _LOCAL_NAMES = frozenset({"localhost"})
 _NO_HOST = frozenset("/?#@\\ \t")
 _MAX_KEY_CHARS = 4096
-_REUSE = ("x-kvasir-reused", "x-kvasir-miss", "x-kvasir-volatile", "x-kvasir-ignored", "x-kvasir-side-call")
+_REUSE = (
+    "x-kvasir-reused",
+    "x-kvasir-miss",
+    "x-kvasir-volatile",
+    "x-kvasir-ignored",
+    "x-kvasir-side-call",
+    "x-kvasir-not-stored",
+)
 _EXPOSED = ("x-request-id", "request-id", "x-agent-id", "x-agent-memory", "retry-after", *_REUSE)
 
 
