@@ -75,9 +75,9 @@ class Prefiller:
         draws: list[Draws] = []
 
         def draw(logits: mx.array) -> None:
-            if drawing:
-                rows = parts[0].kv.pool.numbers.of(drawing)
-                draws.append(self._draws([cells[place].turn for place in drawing], logits[rows]))
+            if drawing:  # by slices: for numbers of the host's the device might have to end the pass first
+                rows = [logits[place : place + 1] for place in drawing]
+                draws.append(self._draws([cells[place].turn for place in drawing], mx.concatenate(rows)))
             if beside is not None:
                 beside.decode()
 

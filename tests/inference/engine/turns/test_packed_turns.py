@@ -52,6 +52,7 @@ class Passes:
     def __init__(self, runner: ModelRunner, patch: pytest.MonkeyPatch) -> None:
         self.sizes: list[list[int]] = []
         self.at_pass: Callable[[], object] = lambda: None
+        self.uses: list[int] = []  # of the host's numbers, to draw from each
         self._computed = runner.packed_logits
         patch.setattr(runner, "packed_logits", self.compute)
 
@@ -62,7 +63,10 @@ class Passes:
 
         def then(logits: mx.array) -> None:
             self.at_pass()
+            numbers = cells[0].kv.pool.numbers
+            before = numbers.uses
             meanwhile(logits)
+            self.uses.append(numbers.uses - before)
 
         return self._computed(cells, then, early)
 
@@ -127,6 +131,15 @@ def test_a_stream_hears_the_last_step_before_all_of_the_next_pass_is_enqueued(em
     emulated.submit(SHORT, listener=stream, max_tokens=9).end()
     other.end()
     assert enqueued[:2] == told == [told[0], told[0] + 1]
+
+
+def test_to_draw_first_tokens_no_number_of_the_hosts_goes_to_the_device(emulated: Driver, passes: Passes) -> None:
+    """For a new array it may have to end the pass first. One of four prompts goes on."""
+    assert emulated.engine._worker._pool.numbers.is_reused
+    texts = [tokens_of(20, seed) for seed in range(3)] + [tokens_of(700, 4)]
+    at_once(emulated, *(lambda text=text: emulated.submit(text, max_tokens=1) for text in texts))
+    assert len(passes.sizes[0]) == 4
+    assert passes.uses[0] == 0
 
 
 @pytest.mark.long(8)
