@@ -1,5 +1,6 @@
 """Weights that are sent to a device before a model is there for them are the files' own bits, or are refused."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 import mlx.core as mx
 import numpy as np
@@ -27,6 +28,7 @@ from inference_svc.model.weights.placing import ComingWeights, place_weights
 from inference_svc.model.weights.weight_files import weight_files
 from tests.inference.engine.families import LLAMA31, write_family
 from tests.inference.kv.attention.device.coming_files import PlayedDriver, play
+from tests.running.waiting import eventually
 
 SHAPES = {"a": (70, 90), "b": (3,), "c": (1,), "d": (0, 4), "e": (5000,)}
 
@@ -314,6 +316,43 @@ def test_without_another_process_files_are_hashed_here(
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no such program"))
     monkeypatch.setattr(model_identity, "_LARGE_BYTES", 1)
     assert len(begin_digests(weight_files(two_files), tmp_path).result(60)) == 2
+
+
+_HASHES = '''
+import sys
+from inference_svc.model.weights import hashing
+
+hashing._PROGRAM = f"""
+import fcntl
+held = open({sys.argv[2]!r}, 'w')
+fcntl.flock(held, fcntl.LOCK_EX)
+print('begun', file=held, flush=True)
+{hashing._PROGRAM}"""
+with open(sys.argv[1], "rb", buffering=0) as file:
+    hashing.hashes_apart([file])
+'''
+
+
+def test_a_process_that_hashes_ends_with_the_one_that_was_killed(tmp_path: Path) -> None:
+    """Else it has the disk and all cores for as long as the weights take, beside the next start."""
+    path, held = tmp_path / "weights", tmp_path / "held"
+    with path.open("wb") as file:
+        file.truncate(100 << 30)
+    with subprocess.Popen([sys.executable, "-c", _HASHES, str(path), str(held)]) as process:
+        while not (held.is_file() and held.read_text()):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.kill()
+    with held.open() as file:
+        eventually(lambda: is_locked(file))
+
+
+def is_locked(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def test_a_file_that_changes_while_another_process_hashes_it_has_no_digest(
