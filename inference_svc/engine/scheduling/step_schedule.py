@@ -128,7 +128,7 @@ class StepSchedule(Generic[TurnT]):
         able = self._most_urgent(prefilling, urgency, decodes=bool(decoding), is_due=is_due)
         if not able:
             return None
-        turn = self._next_of(able)
+        turn = self._next_of(able, {turn for turn in able if urgency.is_pressing(turn)} if is_due else ())
         budgets_s = {name: self._gaps.budget_s(decoding, name, urgency) for name in {each.namespace for each in able}}
         left_s = budgets_s[turn.namespace] - self._rows.beside_s - spent_s if decoding else None
         if left_s is not None and is_behind_step and self._has_begun:
@@ -263,14 +263,14 @@ class StepSchedule(Generic[TurnT]):
         owing = {name for name in {turn.namespace for turn in prefilling} if self._owes(name)}
         return [turn for turn in urgent or prefilling if turn.namespace not in owing]
 
-    def _next_of(self, turns: Collection[TurnT]) -> TurnT:
+    def _next_of(self, turns: Collection[TurnT], last: Collection[TurnT] = ()) -> TurnT:
         """Of the namespace that has taken the least time the turn with the shortest rest of a prompt, but first one
-        that later ones have overtaken by as many tokens.
+        that later ones have overtaken by as many tokens. `last`: turns behind all others of their namespace.
         """
         places = {turn.namespace: self._company.of(turn.namespace) for turn in turns}
         first = min(places, key=lambda namespace: (places[namespace].taken_s, places[namespace].served))
         turns = [turn for turn in turns if turn.namespace == first]
-        return min(turns, key=self._order)
+        return min(turns, key=lambda turn: (turn in last, *self._order(turn)))
 
     def _order(self, turn: TurnT) -> tuple[bool, int, int]:
         rest = 0 if turn.status is Status.LOADING else turn.cells.rest_tokens
