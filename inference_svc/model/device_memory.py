@@ -19,7 +19,7 @@ _GRAPH_SETTINGS = {
     "MLX_MAX_MB_PER_BUFFER": "4000",
     "MLX_ENABLE_CACHE_THRASHING_CHECK": "0",
 }
-_SETTINGS = ("MLX_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_")
+_SETTINGS = ("MLX_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "LD_")
 _TOTALS = ("max_recommended_working_set_size", "total_memory", "memory_size")
 
 
@@ -56,7 +56,7 @@ def card() -> str:
 
 
 def device_settings() -> str:
-    """The environment's settings of MLX and of CUDA, on which its results may depend."""
+    """The environment's settings of MLX, of CUDA and of the loader of libraries, on which results may depend."""
     return "\n".join(sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_SETTINGS)))
 
 

@@ -1,5 +1,5 @@
 """What probing a model and checking kernels have shown, kept under its conditions: weights, types, device, system,
-driver, MLX, mlx-lm and our own code. Only a shortcut: else it is found out again.
+driver, MLX, CUDA's libraries, mlx-lm and our own code. Only a shortcut: else it is found out again.
 """
 
 import json
@@ -66,9 +66,13 @@ def _conditions() -> tuple[str, ...]:
 
 
 def _mlx() -> tuple[str, ...]:
-    """Wheels for other devices have the same version, and another library."""
-    library = next((Path(mx.__file__).parent / "lib").glob("libmlx.*"), Path(mx.__file__))
-    return version("mlx"), str(library), str(library.stat().st_size)
+    """Wheels for other devices have the same version, and another library. CUDA's compiler and libraries have wheels of
+    their own, which may be renewed alone.
+    """
+    room = Path(mx.__file__).parent
+    library = next((room / "lib").glob("libmlx.*"), Path(mx.__file__))
+    cuda = sorted(each.name for each in room.parent.glob("nvidia_*.dist-info"))
+    return version("mlx"), str(library), str(library.stat().st_size), *cuda
 
 
 def _as_json(probed: Probed) -> dict[str, Any]:

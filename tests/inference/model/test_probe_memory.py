@@ -107,7 +107,9 @@ def test_on_a_gpu_a_probe_is_kept_for_all_homes_of_a_user(tmp_path: Path, monkey
     assert {path.name for path in (tmp_path / "kept").iterdir()} - {"checks"} == {"probes"}, "and a real GPU's checks"
 
 
-@pytest.mark.parametrize("fact", ["card", "device_bytes", "device_name", "device_settings", "_driver", "_mlx"])
+@pytest.mark.parametrize(
+    "fact", ["card", "device_bytes", "device_name", "device_settings", "_driver", "_mlx", "_code_digest"]
+)
 def test_on_another_device_or_driver_nothing_is_known(
     fact: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,10 +122,23 @@ def test_on_another_device_or_driver_nothing_is_known(
     assert name() != before
 
 
-def test_a_setting_of_the_device_is_a_condition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("setting", ["CUDA_VISIBLE_DEVICES", "MLX_ENABLE_TF32", "NVIDIA_TF32_OVERRIDE", "LD_PRELOAD"])
+def test_a_setting_of_the_device_is_a_condition(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = device_memory.device_settings()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    monkeypatch.setenv(setting, "7")
     assert device_memory.device_settings() != before
+
+
+def test_with_another_compiler_of_cuda_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its wheel is renewed alone, and MLX stays."""
+    (tmp_path / "mlx").mkdir()
+    (tmp_path / "mlx" / "core.so").touch()
+    monkeypatch.setattr(probe_memory.mx, "__file__", str(tmp_path / "mlx" / "core.so"))
+    compiler = tmp_path / "nvidia_cuda_nvrtc_cu12-12.9.41.dist-info"
+    compiler.mkdir()
+    before = ProbeMemory(tmp_path, "weights", None, "cuda")._path
+    compiler.rename(tmp_path / "nvidia_cuda_nvrtc_cu12-12.9.86.dist-info")
+    assert ProbeMemory(tmp_path, "weights", None, "cuda")._path != before
 
 
 def test_a_device_without_kernels_and_a_driver_that_is_not_known_keep_no_checks(
