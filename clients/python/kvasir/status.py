@@ -5,6 +5,7 @@ with INVALID_ARGUMENT (a field of another refusal is in the metadata), and Retry
 `from_rpc_error` and `from_status` give a client the same type, reason, field and metadata again. Statuses made by gRPC
 itself (a dead peer, a deadline) map by their code."""
 
+import re
 from typing import Any, NamedTuple
 
 import grpc
@@ -55,6 +56,12 @@ _TYPES: dict[int, type[errors.KvasirError]] = {
     grpc.StatusCode.UNIMPLEMENTED.value[0]: errors.FailedPrecondition,
     grpc.StatusCode.OUT_OF_RANGE.value[0]: errors.InvalidArgument,
 }
+# gRPC's own words, with a code in capitals that is not the call's.
+_NOBODY_THERE = re.compile(
+    r"failed to connect to all addresses; last error: [A-Z_]+: (.+?): "
+    r"(?:connect failed: addr: .+? error: |Failed to connect to remote host: )?(.*)",
+    re.DOTALL,
+)
 _RETRYABLE = (errors.Unavailable, errors.ResourceExhausted)
 
 
@@ -131,6 +138,7 @@ def from_rpc_error(error: Any) -> errors.KvasirError:
         text = "the service takes no more calls of this client now: let some end"
         return errors.Unavailable(text, retry_after_s=RETRY_S)
     error_type = _TYPES.get(code.value[0], errors.Internal)
+    message = _NOBODY_THERE.sub(r"cannot connect to \1: \2", message)
     return error_type(message or f"the call ended with {code.name}", reason=_plain_reason(code, error_type))
 
 

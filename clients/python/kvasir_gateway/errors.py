@@ -31,9 +31,7 @@ _log = logging.getLogger(__name__)
 # Reasons for which a caller must shorten its conversation: to try again would not help.
 _TOO_LONG = ("CONTEXT_EXCEEDED", "MEMORY_EXCEEDED", "PROMPT_TOO_LARGE")
 # gRPC's words for an engine that does not answer, or ended in a reply, as one that was killed and starts again.
-_NOBODY = re.compile(
-    r"(failed to connect to all addresses; last error: |Stream removed|Socket closed).*?(?= \(agent '|$)", re.DOTALL
-)
+_NOBODY = re.compile(r"(cannot connect to |Stream removed|Socket closed).*?(?= \(agent '|$)", re.DOTALL)
 _strangers = StrangersLines(time.monotonic)
 
 

@@ -7,6 +7,7 @@ import pytest
 from google.protobuf import json_format
 from google.rpc import error_details_pb2, status_pb2
 from kvasir import errors
+from kvasir.clients import InferenceClient
 from kvasir.errors import InvalidArgument, KvasirError
 from kvasir.status import ANSWERS, DETAILS_KEY, answer_to, from_rpc_error, from_status, to_status
 
@@ -51,6 +52,18 @@ def test_a_call_beyond_those_of_a_connection_may_be_tried_again_in_a_moment() ->
     assert (type(refused), refused.reason, refused.retry_after_s) == (errors.Unavailable, "UNAVAILABLE", 1.0)
     assert "takes no more calls" in refused.message
     assert from_rpc_error(Failed(grpc.StatusCode.UNAVAILABLE, told.replace("7", "8"))).retry_after_s is None
+
+
+@pytest.mark.parametrize(
+    ("at", "why"),
+    [("unix:/nobody/here.sock", "No such file or directory"), ("ipv4:127.0.0.1:1", "Connection refused")],
+)
+def test_an_address_where_nobody_listens_is_named_with_the_systems_reason(at: str, why: str) -> None:
+    """By a real connection: the words are the library's, and newer ones may be others."""
+    with InferenceClient.connect(at.removeprefix("ipv4:"), timeout_s=30) as client:
+        with pytest.raises(errors.Unavailable) as refused:
+            client.get_stats()
+    assert refused.value.message == f"cannot connect to {at}: {why}"
 
 
 def test_an_error_has_no_wait_below_nothing() -> None:
