@@ -33,6 +33,8 @@ def read_tokenizer(directory: Path, config: Mapping[str, Any]) -> tuple[Any, Tok
     with _ALONE, _without_token_maps(), _file_once(directory / _FILE) as content, _vocabulary_once(directory, content):
         tokenizer = load_tokenizer(directory, eos_token_ids=config.get("eos_token_id"))
         longest = longest_bytes(tokenizer)
+    # Else the log has once that a long prompt "will result in indexing errors": it is refused, with numbers.
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
 
     def decode(token_ids: Any) -> str:
         return str(tokenizer.decode(list(token_ids), skip_special_tokens=False))

@@ -41,6 +41,16 @@ def test_it_is_mlx_lms(directory: Path) -> None:
     assert spelled.spell(ids)[0].endswith("Rex.")
 
 
+def test_a_prompt_beyond_the_context_leaves_no_warning_of_errors_that_never_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines = list[str]()
+    monkeypatch.setattr(transformers.tokenization_utils_base.logger, "warning", lines.append)
+    tokenizer, _ = read_tokenizer(kvasir_tiny.path(), {})
+    assert len(tokenizer.encode("dog " * tokenizer.model_max_length)) > tokenizer.model_max_length
+    assert lines == []
+
+
 def test_nobody_maps_tokens_or_copies_the_vocabulary_and_the_file_is_parsed_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
