@@ -124,7 +124,7 @@ class Turns:
         yet gets all of them. May run in any thread. Raises InvalidArgument."""
         turn, tail = ready.turn, newest_messages(ready.turn.messages)
         if not tail:
-            raise InvalidArgument.of("messages", "expected one behind the last reply, to append")
+            raise InvalidArgument.of("messages", "expected a message behind the last reply, to append")
         if len(tail) == len(turn.messages):
             return ready
         whole = replace(turn, is_append=False, memory={**turn.memory, "expected_version": 0})

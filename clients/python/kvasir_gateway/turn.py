@@ -276,7 +276,7 @@ def begun_reply(messages: tuple[Said, ...], field_name: str = "messages") -> tup
     """The messages before a reply that the caller has begun, and that. Raises InvalidArgument for one without text."""
     *before, last = messages or (Said("", ""),)
     if last.role != "assistant" or not last.content.strip() or last.tool_calls or not before:
-        raise InvalidArgument.of(field_name, "expected a text of the assistant's behind other messages, to go on from")
+        raise InvalidArgument.of(field_name, "expected other messages, then a text of the assistant to continue")
     return tuple(before), last
 
 
