@@ -128,7 +128,7 @@ class StepSchedule(Generic[TurnT]):
         able = self._most_urgent(prefilling, urgency, decodes=bool(decoding), is_due=is_due)
         if not able:
             return None
-        turn = self._next_of(able, {turn for turn in able if urgency.is_pressing(turn)} if is_due else ())
+        turn = self._next_of(able)
         budgets_s = {name: self._gaps.budget_s(decoding, name, urgency) for name in {each.namespace for each in able}}
         left_s = budgets_s[turn.namespace] - self._rows.beside_s - spent_s if decoding else None
         if left_s is not None and is_behind_step and self._has_begun:
@@ -256,21 +256,23 @@ class StepSchedule(Generic[TurnT]):
     ) -> Collection[TurnT]:
         """Turns of the most urgent class that may get a cell, or load files; while others decode, none that would only
         wait for its files. No less urgent one takes the place of one whose namespace owes: it owes decoding rows.
-        `is_due`: background turns have the time that they have beside people's, and are as urgent as these.
+        `is_due`: now background turns have their part of the time, and go before people's.
         """
         prefilling = [turn for turn in prefilling if not (decodes and turn.awaits_bytes)]
-        urgent = prefilling if is_due else [turn for turn in prefilling if urgency.is_pressing(turn)]
+        people = [turn for turn in prefilling if urgency.is_pressing(turn)]
         owing = {name for name in {turn.namespace for turn in prefilling} if self._owes(name)}
-        return [turn for turn in urgent or prefilling if turn.namespace not in owing]
+        able = [turn for turn in prefilling if turn.namespace not in owing]
+        due = [turn for turn in able if is_due and turn not in people]
+        return due or [turn for turn in able if turn in people or not people]
 
-    def _next_of(self, turns: Collection[TurnT], last: Collection[TurnT] = ()) -> TurnT:
+    def _next_of(self, turns: Collection[TurnT]) -> TurnT:
         """Of the namespace that has taken the least time the turn with the shortest rest of a prompt, but first one
-        that later ones have overtaken by as many tokens. `last`: turns behind all others of their namespace.
+        that later ones have overtaken by as many tokens.
         """
         places = {turn.namespace: self._company.of(turn.namespace) for turn in turns}
         first = min(places, key=lambda namespace: (places[namespace].taken_s, places[namespace].served))
         turns = [turn for turn in turns if turn.namespace == first]
-        return min(turns, key=lambda turn: (turn in last, *self._order(turn)))
+        return min(turns, key=self._order)
 
     def _order(self, turn: TurnT) -> tuple[bool, int, int]:
         rest = 0 if turn.status is Status.LOADING else turn.cells.rest_tokens
