@@ -135,7 +135,7 @@ def _block_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> 
         made: mx.array | None = whole.result(x, cache)
         if made is not None:
             return made
-        if whole.has_result_behind(x):
+        if whole.has_result_behind(x, cache):
             attended = _attended(self.self_attn, self.input_layernorm(x), None, cache)
             return whole.result_behind(attended, x)  # type: ignore[no-any-return]
     attended = self.self_attn(self.input_layernorm(x), mask, cache)

@@ -233,12 +233,15 @@ class WholeLayer:
             return None
         return whole_layer(x, self._weights, step, multiprocessors())
 
-    def has_result_behind(self, x: mx.array) -> bool:
-        """Whether `result_behind` computes for x [slots, 1, hidden]."""
+    def has_result_behind(self, x: mx.array, cache: FusedLayer) -> bool:
+        """Whether `result_behind` computes for x [slots, 1, hidden]. Where other passes are in the graph, their blocks
+        and its own could wait for each other's multiprocessors for ever.
+        """
         sizes, depths = self.sizes, (self.sizes.hidden, self.sizes.inner, self._layers[3].weight.shape[1])
         suits = sizes.hidden <= _MOST_NORMED and not any(depth % (_EACH * _WARPS_BEHIND) for depth in depths)
         is_few = MAX_ROWS < x.shape[0] <= MAX_ROWS_BEHIND
-        return is_few and not sizes.group and suits and bool(x.dtype == self._norms[0].weight.dtype)
+        suits = suits and not sizes.group and x.dtype == self._norms[0].weight.dtype
+        return is_few and suits and cache.step_pages() is not None
 
     def result_behind(self, attended: mx.array, x: mx.array) -> mx.array:
         """The block's result for x and attention's [slots, 1, width]."""

@@ -1,6 +1,7 @@
 """What a layer computes behind its attention as one kernel, emulated, beside the same steps' kernels one by one."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -99,11 +100,26 @@ def test_a_models_steps_take_it_and_their_logits_stay_near(monkeypatch: pytest.M
     assert away(*found) < 0.02
 
 
+@pytest.mark.parametrize("pass_rows", [0, 16])
+def test_a_pass_with_others_in_its_graph_is_left_to_kernels_one_by_one(
+    pass_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else their blocks wait for each other's multiprocessors for ever, as of more than 16 rows of fixed numbers."""
+    launched: list[mx.array] = []
+    monkeypatch.setattr(whole_layers, "behind_attention", lambda _, x, *__: launched.append(x) or x)
+    model = normed(small(llama, 16, **SIZES))
+    join_steps(model, whole=True, attends=True)
+    batch = batch_over_pages(model, 9, monkeypatch, pass_rows=pass_rows)
+    mx.eval(batch.step([*range(9)]))
+    assert bool(launched) == (not pass_rows)
+
+
 def test_packed_weights_other_sizes_and_rows_are_left_to_kernels_one_by_one() -> None:
     def served(rows: int, bits: int = 16, **changed: int) -> bool:
         model: Any = small(llama, bits, **{**SIZES, **changed})
         join_steps(model, whole=True, attends=True)
-        made: bool = model.layers[0].whole.has_result_behind(mx.zeros((rows, 1, HIDDEN), mx.bfloat16))
+        cache: Any = SimpleNamespace(step_pages=lambda: "a step's alone")
+        made: bool = model.layers[0].whole.has_result_behind(mx.zeros((rows, 1, HIDDEN), mx.bfloat16), cache)
         return made
 
     assert [served(rows) for rows in (8, 9, 16, 17)] == [False, True, True, False]
