@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from kvasir.errors import ResourceExhausted
+from kvasir.errors import InvalidArgument, ResourceExhausted
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.disk import Disk, StrPath
@@ -162,12 +162,15 @@ async def test_a_manifest_that_comes_in_pieces_is_made_durable_with_the_blob_beh
     finish_all = inbound.finish_all
     monkeypatch.setattr(inbound, "finish_all", lambda some: (groups.append(len(some)), finish_all(some))[1])
     monkeypatch.setattr(inbound, "_ENOUGH_BYTES", 1)  # for a group by itself
+    monkeypatch.setattr(inbound, "_COMPANY_S", 60)
     manifest, [(digest, data), *_] = turn.manifest_bytes, turn.new_blobs.items()
     with Lab(tmp_path / "data").open() as store:
         async with BlobIntake(AioStore(store, threads), NS) as intake:
             await intake.begin(turn.manifest_digest, BlobKind.MANIFEST, 0, manifest[:cut])
             for at in range(cut, len(manifest), cut if cut == 100 else len(manifest)):
                 await intake.write(at, manifest[at : at + (cut if cut == 100 else len(manifest))])
+            for _ in range(10):  # what would begin without the blob does so now
+                await asyncio.sleep(0)
             await intake.begin(digest, BlobKind.TENSORS, 0, data)
             await asyncio.wait_for(intake.end(), 20)
             assert intake._held_bytes == 0
@@ -185,6 +188,9 @@ async def test_a_manifest_whose_sender_leaves_in_its_middle_goes_on_where_it_end
         async with BlobIntake(AioStore(store, threads), NS) as intake:
             await intake.begin(digest, BlobKind.MANIFEST, 0, manifest[:100])
             await intake.write(100, manifest[100:150])
+            with pytest.raises(InvalidArgument) as refused:
+                await intake.end()
+            assert refused.value.metadata["received_bytes"] == "150"
         assert store.blobs.write_status(NS, digest).received_bytes == 150
         async with BlobIntake(AioStore(store, threads), NS) as again:
             await again.begin(digest, BlobKind.MANIFEST, 150, manifest[150:])
@@ -206,6 +212,22 @@ async def test_a_manifest_in_pieces_that_is_another_is_refused(wrong: str, tmp_p
             assert getattr(intake.outcomes.get_nowait(), "reason", "") == "DIGEST_MISMATCH"
             assert intake._held_bytes == 0
         assert store.blobs.find_missing(NS, [digest]) == [digest]
+    threads.close()
+
+
+async def test_too_many_bytes_of_a_manifest_are_refused_beside_a_full_room(tmp_path: Path) -> None:
+    """No other bytes would end the wait for room."""
+    digest, threads, piece = Digest.of(bytes(4 << 20)), StoreThreads(4), bytes(1 << 20)
+    with Lab(tmp_path / "data").open() as store:
+        async with BlobIntake(AioStore(store, threads), NS) as intake, asyncio.timeout(20):
+            await intake.begin(digest, BlobKind.MANIFEST, 0, piece)
+            for at in range(1 << 20, 3 << 20, 1 << 20):
+                await intake.write(at, piece)
+            await intake.write(3 << 20, piece[:-1])
+            await intake.write((4 << 20) - 1, piece)
+            await intake.end()
+            assert getattr(intake.outcomes.get_nowait(), "reason", "") == "MANIFEST_REFUSED"
+            assert intake._held_bytes == 0
     threads.close()
 
 

@@ -307,6 +307,20 @@ async def test_a_commit_of_a_manifest_that_does_not_come_reads_it_itself_later(
             assert not scene.ahead._awaited
 
 
+async def test_a_manifest_that_two_send_at_once_is_read_ahead_once(lab: Lab) -> None:
+    snapshot = SyntheticAgent(SMALL).turn(300)
+    with lab.open() as store:
+        async with scene_of(store) as scene:
+            upload(store, snapshot)
+            both = [scene.ahead.gather(NS, snapshot.manifest_digest) for _ in range(2)]
+            for gathering in both:
+                assert gathering is not None
+                gathering.add(snapshot.manifest_bytes)
+            assert scene.room.room.held_units == 8 * len(snapshot.manifest_bytes)
+            assert (await scene.commit(snapshot.manifest_digest)).version == 1
+            assert (scene.reads, scene.room.room.held_units) == (0, 0)
+
+
 class _Message(bytearray):
     """As a request that was received."""
 
