@@ -1,6 +1,8 @@
 """`kvasir open`: a code signs a browser in once; the key stands in no address, no argument and no page."""
 
+import contextlib
 import json
+import socket
 import webbrowser
 from pathlib import Path
 
@@ -113,3 +115,20 @@ def test_a_gateway_that_is_away_or_knows_no_such_token_is_named(front: Front, tm
         open_page(caller_of(tmp_path / "other", front.gateway.url, "another-token-of-no-one-000000"))
     with pytest.raises(Unavailable, match="does not answer"):
         open_page(caller_of(tmp_path / "gone", "http://127.0.0.1:9", front.keys["ada"]))
+
+
+def test_a_program_that_does_not_show_a_mark_in_time_gets_no_token(
+    front: Front, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvasir.cli.talking.browser.ANSWER_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(Unavailable, match="does not answer"):
+            open_page(caller_of(tmp_path / "home", address, front.keys["ada"]))
+        silent.settimeout(0.3)
+        sent = list[bytes]()
+        with contextlib.suppress(TimeoutError):
+            while True:
+                with silent.accept()[0] as connection:
+                    sent.append(connection.recv(1 << 16))
+    assert [each.split()[1] for each in sent] == [b"/healthz"]

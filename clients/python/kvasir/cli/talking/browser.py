@@ -34,7 +34,10 @@ def open_page(
         how = f"first end what runs without HTTP, `{caller.home.command('down')}`; {start}" if running else start
         raise Unavailable(f"no gateway runs here: {how}", reason="NOT_RUNNING")
     site = running.http_url.removesuffix("/v1")
-    if asyncio.run(http_health(caller.home, running.http, ANSWER_S)) is Health.FOREIGN:  # it gets no token of ours
+    found = asyncio.run(http_health(caller.home, running.http, ANSWER_S))
+    if found in (Health.SILENT, Health.STOPPED):
+        raise Unavailable(f"the gateway at {site} does not answer: `{caller.home.command('status')}`")
+    if found is Health.FOREIGN:  # it gets no token of ours
         raise Unavailable(f"another program answers at {running.http}, not the gateway of {caller.home.root}")
     token = read_token(caller.token_file) if caller.token_file is not None else people_token(caller.home)
     code = _code(site, token)
