@@ -16,6 +16,7 @@ from kvasir.cli import failures
 from kvasir.cli.caller import Caller
 from kvasir.cli.running import checks
 from kvasir.cli.running.group import service_states
+from kvasir.cli.running.holding import claimer
 from kvasir.cli.running.home import Home, Running
 from kvasir.cli.running.own_credentials import make_credentials
 from kvasir.cli.running.plan import Plan, plan_of
@@ -304,6 +305,25 @@ def test_an_address_that_another_home_has_for_its_gateway_is_refused_by_its_name
                 assert has in answer.value["error"]["message"]
             holder.stdin.close()
     assert len(begun) == 1
+
+
+def test_a_descriptor_that_closes_meanwhile_hides_no_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that starts closes many."""
+    port, readlink = free_port(), Path.readlink
+    argv = [sys.executable, "-c", _CLAIMS, f"127.0.0.1:{port}", "/bin/kvasir", b"--home", b"/\xff", "up"]
+
+    def closes(link: Path) -> Path:
+        if link.name == "0":
+            raise FileNotFoundError(link)
+        return readlink(link)
+
+    monkeypatch.setattr(Path, "readlink", closes)
+    monkeypatch.setattr("sys.platform", "linux")
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        assert claimer(port) == f"`kvasir --home '/\ufffd' up` (pid {holder.pid}) has it"
+        holder.communicate()
 
 
 def test_a_home_takes_no_other_homes_gateway_for_its_own(tmp_path: Path) -> None:

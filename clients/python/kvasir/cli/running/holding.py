@@ -196,8 +196,16 @@ def _with_udp_port(port: int) -> Iterator[tuple[int, Sequence[str]]]:
     sockets = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(f":{port:04X}")}
     for process in Path("/proc").iterdir() if sockets else ():
         with contextlib.suppress(OSError):  # another user's, or gone meanwhile
-            if process.name.isdigit() and sockets & {str(link.readlink()) for link in (process / "fd").iterdir()}:
-                yield int(process.name), (process / "cmdline").read_text().rstrip("\0").split("\0")
+            if process.name.isdigit() and any(_is_one_of(sockets, link) for link in (process / "fd").iterdir()):
+                words = (process / "cmdline").read_text(errors="replace")
+                yield int(process.name), words.rstrip("\0").split("\0")
+
+
+def _is_one_of(names: set[str], link: Path) -> bool:
+    try:
+        return str(link.readlink()) in names
+    except OSError:  # closed meanwhile
+        return False
 
 
 def _printed(*words: str) -> str:
