@@ -113,6 +113,13 @@ def test_results_and_pages_are_near_those_of_kernels_one_by_one(
         assert are_same(mine.pages, other.pages)
 
 
+@pytest.mark.long(3)
+def test_there_are_angles_for_the_last_position_that_a_step_has() -> None:
+    new, step, rotation, scale = step_of((steps._MOST_BLOCKS * steps.PAGE_TOKENS,))
+    right = apart(new, copied(step), rotation, scale)
+    assert are_same(step_attention(new, step, rotation, scale, is_whole=True), right)
+
+
 @pytest.mark.long(9)
 @pytest.mark.parametrize(("policy", "pages"), [("q4", 2), ("q8", 16), ("k8v4", 3)])
 def test_of_many_rows_a_block_goes_through_several_pages(
