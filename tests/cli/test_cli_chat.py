@@ -14,12 +14,17 @@ import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+from kvasir.cli.caller import Caller
 from kvasir.cli.running.holding import led
 from kvasir.cli.running.home import Home, Running
 from kvasir.cli.showing.terminal import WrappedReply
-from kvasir.clients import StoreClient
+from kvasir.cli.talking.chat import Conversation
+from kvasir.clients import GenerateOptions, InferenceClient, StoreClient
+from kvasir.errors import DeadlineExceeded
 from kvasir.formats import manifest
 from kvasir.formats.digest import Digest
 from kvasir.inference.v1 import inference_pb2 as pb
@@ -219,6 +224,19 @@ def test_a_reply_that_takes_longer_than_a_script_allows_is_named_as_that(cli: Cl
     asked = ("chat", "sue", "--once", "-", "--within", "1", "--json")
     slow = cli(*options, *asked, stdin="Hello there. " * 1_000)  # seconds of reading
     assert (slow.code, slow.value["error"]["reason"]) == (3, "TURN_TOO_SLOW"), slow
+
+
+def test_a_reader_that_was_stopped_is_not_named_as_a_slow_reply(tmp_path: Path) -> None:
+    """As by Ctrl-Z for minutes: nobody gave --within."""
+
+    def generate(**_: object) -> Iterator[pb.GenerateResponse]:
+        raise DeadlineExceeded("nothing was taken for 30 s", reason="READER_STALLED")
+        yield
+
+    engine = cast("InferenceClient", SimpleNamespace(generate=generate))
+    talk = Conversation(Caller(Home(tmp_path)), engine, "ada", "", GenerateOptions())
+    with pytest.raises(DeadlineExceeded, match="nothing was taken"):
+        talk.say("Hello.")
 
 
 def test_a_script_ends_with_1_when_its_turn_is_not_stored(house: House, cli: Cli, options: tuple[str, ...]) -> None:

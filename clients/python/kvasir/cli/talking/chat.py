@@ -207,6 +207,8 @@ class Conversation:
         try:
             yield
         except DeadlineExceeded as error:
+            if error.reason != DeadlineExceeded.reason:  # the engine's own, as for a reader that was stopped
+                raise
             text = "--within: the reply did not end in this time"
             raise DeadlineExceeded(text, field="--within", reason="TURN_TOO_SLOW", metadata=error.metadata) from None
 
