@@ -4,12 +4,14 @@ import gc
 import sys
 from importlib import import_module
 
+from inference_svc.compiled_code import keep_compiled_code_private
 from inference_svc.model.blas import begin_loading_mlx
 
 _WITH_LIBRARIES = ("numpy", "tokenizers", "llguidance", "regex", "yaml")
 
 
 def main() -> int:
+    keep_compiled_code_private()
     gc.disable()  # until `settle_garbage`: it would look through modules again and again that stay
     _import_beside_mlx()
     from inference_svc.first_model import FirstModel

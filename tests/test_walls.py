@@ -185,6 +185,7 @@ ENVIRONMENT = Wall(
         "inference_svc/model/blas.py",  # MKL's threads cannot be told otherwise,
         "inference_svc/model/device_memory.py",  # nor can MLX and transformers
         "inference_svc/__init__.py",
+        "inference_svc/compiled_code.py",
         f"{SDK}/__init__.py",  # nor can gRPC, of its resolver
         f"{SDK}/options/finding.py",
     ),
