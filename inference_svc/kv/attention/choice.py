@@ -69,7 +69,7 @@ class KernelChoice:
         self._kept = kept
         self._found: dict[tuple[PageFormat, mx.Dtype], str] = {}
         self._windows: set[tuple[PageFormat, mx.Dtype]] = set()  # for which windows' kernel is right
-        self._failures: list[str] = []
+        self.failures: list[str] = []  # reports name them, and no probe of this model is kept
         self._has_few_rows = False
         self._checked: dict[str, str] = {}  # findings of checks that are of no format
         self.has_wide_rows = False  # and Hopper's own products take that kernel's place for more
@@ -81,7 +81,7 @@ class KernelChoice:
 
     @property
     def has_failed(self) -> bool:
-        return bool(self._failures)
+        return bool(self.failures)
 
     def dialect(self, identity: identity_pb2.KvIdentity, dtype: mx.Dtype) -> Dialect | None:
         """Of the kernels that write and read the pages of all layers with rows; None: the reference serves."""
@@ -132,7 +132,7 @@ class KernelChoice:
         """The implementations for the model with this identity, which computes in a type."""
         served = NAMES[self.dialect(identity, dtype) if reads_pages else None]
         products = _FEW_ROWS if self._has_few_rows else REFERENCE
-        return Chosen(served, served, products, "; ".join(self._failures))
+        return Chosen(served, served, products, "; ".join(self.failures))
 
     def _failure(self, page_format: PageFormat, dtype: mx.Dtype, dialect: Dialect) -> str:
         """The fault that the check of a format finds; empty: none. The check is made once."""
@@ -161,7 +161,7 @@ class KernelChoice:
             if self._kept is not None:
                 self._kept.keep_right(known)
         else:
-            self._failures.append(f"{name}: {why}")
+            self.failures.append(f"{name}: {why}")
             _LOG.error("kernels.check_failed", kernels=self.conditions, checked=name, why=why, serves=serves)
         return why
 

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import structlog
 from kvasir.cachestore.v1 import identity_pb2
+from kvasir.errors import ResourceExhausted
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -152,6 +153,8 @@ class _Trial:
             is_near = self._is_near(self._batched(replace(self.layout, reads_pages=True)), exact)
         except Exception as error:  # noqa: BLE001 - whatever a model raises that computes attention in its own way
             _LOG.info("kernels.not_for_model", why=_shown_error(error))
+            if isinstance(error, RuntimeError | MemoryError | ResourceExhausted):  # the next start may have room
+                self.layout.kernels.failures.append(f"steps over pages: {type(error).__name__}")
             return False
         if not is_near:
             _LOG.info("kernels.not_for_model", why="it computes something else over pages", is_short=self.is_short)

@@ -8,10 +8,11 @@ import pytest
 
 from inference_svc.engine.engine import Engine
 from inference_svc.kv.kept_files import KeptDirs, keep_bytes
+from inference_svc.kv.layout import Layout
 from inference_svc.model import device_memory, model_runner, open_model
 from inference_svc.model.loading import load
 from inference_svc.model.model_runner import ModelRunner
-from inference_svc.model.probing import probe_memory
+from inference_svc.model.probing import layout_trial, probe_memory
 from inference_svc.model.probing.probe_memory import Probed, ProbeMemory
 from tests.inference.engine.families import ALL, BUDGET, LLAMA31, write_family
 from tests.made_models.sampling import first_and_in_turn
@@ -105,6 +106,26 @@ def test_on_a_gpu_a_probe_is_kept_for_all_homes_of_a_user(tmp_path: Path, monkey
         ).close()
     assert len(probes) == 3
     assert {path.name for path in (tmp_path / "kept").iterdir()} - {"checks"} == {"probes"}, "and a real GPU's checks"
+
+
+@pytest.mark.parametrize(("error", "is_kept"), [(RuntimeError, False), (MemoryError, False), (ValueError, True)])
+def test_a_probe_that_a_devices_want_of_memory_ended_is_made_again(
+    error: type[Exception], is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else kernels would serve the model in no home any more."""
+    batched = layout_trial._Trial._batched
+
+    def fail(trial: Any, layout: Layout) -> mx.array:
+        if layout.reads_pages:
+            raise error
+        return batched(trial, layout)
+
+    monkeypatch.setattr(layout_trial._Trial, "has_kernels", True)
+    monkeypatch.setattr(layout_trial._Trial, "_batched", fail)
+    engine = opened(write_family(tmp_path / "model", LLAMA31), tmp_path)
+    engine.close()
+    assert (tmp_path / "probes").exists() == is_kept
+    assert bool(engine.kernels.failure) == (not is_kept)
 
 
 @pytest.mark.parametrize(
