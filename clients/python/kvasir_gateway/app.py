@@ -264,7 +264,7 @@ class Gateway:
         return JSONResponse(models.listed(found, self._around.aliases, for_anthropic=for_anthropic))
 
     async def _get_model(self, call: Call) -> Response:
-        name = call.request.path_params["name"]
+        name = call.request.scope["path"].removeprefix("/v1/models/")  # of which a route leaves out a last line's end
         if not name:  # some clients end a list's path with a slash
             return await self._list_models(call)
         found = await call.caller.client.get_model(self._around.aliases.model(name))

@@ -275,12 +275,14 @@ def test_a_path_or_method_that_no_route_takes_is_refused_by_its_name(front: Fron
         path = client.post("/v1/messages/batches", json={}, headers=for_anthropic)
         method = client.get("/v1/chat/completions")
         model = client.get("/v1/models/none", headers=for_anthropic)
+        others = [client.get(f"/v1/models/{name}%0A").status_code for name in ("", "kvasir-tiny")]
     assert (path.status_code, path.json()["request_id"], is_in_shape("/v1/messages", path.json())) == (404, None, True)
     assert "/v1/messages/batches" in path.json()["error"]["message"]
     assert (method.status_code, "x-request-id" in method.headers, method.headers["allow"]) == (405, False, "POST")
     assert method.json()["error"]["message"] == "this path takes POST, not GET"
     assert (model.status_code, is_in_shape("/v1/messages", model.json())) == (404, True)
     assert model.json()["request_id"] == model.headers["request-id"]
+    assert others == [404, 404], "a line's end is a part of a name"
 
 
 @pytest.mark.long(5)
