@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from contextlib import suppress
 from importlib import import_module
 
 from inference_svc.compiled_code import keep_compiled_code_private
@@ -25,7 +26,8 @@ def main() -> int:
 def _import_beside_mlx() -> None:
     """Modules that a model needs, too. First those whose own libraries would wait for MLX's."""
     for name in _WITH_LIBRARIES:
-        import_module(name)
+        with suppress(ImportError):  # a module that needs it reports that
+            import_module(name)
     begin_loading_mlx()
     import inference_svc.formats.grammars  # noqa: F401
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from inference_svc import __main__
 from tests.inference.kv.greedy import IS_MKL
 
 _REST_S = 0.15
@@ -58,3 +59,10 @@ print(len(before), before <= maps(), len([path for path in maps() if path.endswi
 def test_mlxs_library_is_loaded_by_a_thread_and_once(state: str, found: str) -> None:
     done = subprocess.run([sys.executable, "-c", _LOADED_BESIDE, state], capture_output=True, text=True, check=False)
     assert (done.stdout.strip(), done.stderr) == (found, "")
+
+
+def test_a_start_needs_no_package_for_its_haste_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as came with a version of another."""
+    monkeypatch.setattr(__main__, "_WITH_LIBRARIES", ("no_such_package",))
+    monkeypatch.setattr(__main__, "begin_loading_mlx", lambda: None)
+    __main__._import_beside_mlx()
