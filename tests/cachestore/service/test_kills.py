@@ -6,14 +6,16 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from kvasir.cachestore.v1.cachestore_pb2 import TransferProgress
+from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.clients import StoreClient
 from kvasir.errors import Cancelled, Conflict, FailedPrecondition, KvasirError, NotFound, Unavailable
+from kvasir.formats import frames
+from kvasir.formats.digest import Buffer, Digest
 
 from cachestore_svc.config import read_settings
 from cachestore_svc.recovery.means import Means
@@ -132,8 +134,22 @@ def campaign(home: StoreHome, kills: int, seed: int) -> int:
     return count
 
 
-def test_eight_kills_under_load_lose_nothing_acknowledged(home: StoreHome) -> None:
+def in_pieces(
+    digest: Digest, data: Buffer, kind: int, first_offset: int
+) -> Iterator[tuple[cachestore_pb2.BlobFrame, memoryview]]:
+    """Every other manifest in three frames, as one of mebibytes."""
+    view = memoryview(data).cast("B")
+    is_cut = kind == cachestore_pb2.BLOB_KIND_MANIFEST and digest.hash < "8"
+    size = -(-len(view) // 3) if is_cut else frames.FRAME_BYTES
+    first = cachestore_pb2.BlobFrame(digest=digest.to_proto(), offset=first_offset, kind=kind)  # type: ignore[arg-type]
+    yield first, view[first_offset : first_offset + size]
+    for offset in range(first_offset + size, len(view), size):
+        yield cachestore_pb2.BlobFrame(offset=offset), view[offset : offset + size]
+
+
+def test_eight_kills_under_load_lose_nothing_acknowledged(home: StoreHome, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow machine commits less between two kills; one commit a life is enough to lose."""
+    monkeypatch.setattr(frames, "_frames", in_pieces)
     kills = int(os.environ.get("KVASIR_KILLS", "8"))
     assert campaign(home, kills, seed=int(os.environ.get("KVASIR_SEED", "1"))) > kills
 
@@ -159,7 +175,7 @@ def test_a_killed_store_leaves_no_part_behind_for_ever(home: StoreHome) -> None:
     def parts() -> Sequence[Path]:
         return list(home.data_dir.rglob("*.part"))
 
-    def kill_at_a_part(progress: TransferProgress) -> None:
+    def kill_at_a_part(progress: cachestore_pb2.TransferProgress) -> None:
         """While it waits, no further message is sent, so that the blob cannot become whole."""
         if next(messages) == 4:
             eventually(lambda: bool(parts()))
