@@ -63,7 +63,8 @@ def begin_digests(files: Sequence[WeightFile], cache_dir: Path) -> "Future[Mappi
     def hash_files() -> None:
         made = dict[str, str]()
         try:
-            with suppress(OSError, FailedPrecondition):  # who needs the digest reads the file again
+            # A caller that needs the digest reads the file again; as the process ends, threads begin no work any more.
+            with suppress(OSError, FailedPrecondition, RuntimeError):
                 known = _read_cache(cache_dir / _CACHE_FILE)
                 made.update({file.identity: known[file.identity] for file in files if file.identity in known})
                 missing = [file for file in files if file.identity not in known]

@@ -355,6 +355,22 @@ def is_locked(file: TextIO) -> bool:
     return True
 
 
+def test_a_process_that_ends_while_it_hashes_reports_no_error(
+    two_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported = list[object]()
+
+    def at_the_end(*_: object) -> str:
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(threading, "excepthook", reported.append)
+    monkeypatch.setattr(model_identity, "_file_digest", at_the_end)
+    assert begin_digests(weight_files(two_files), tmp_path).result(60) == {}
+    for thread in [each for each in threading.enumerate() if each.name == "weights-digest"]:
+        thread.join()
+    assert reported == []
+
+
 def test_a_file_that_changes_while_another_process_hashes_it_has_no_digest(
     two_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
