@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -323,12 +324,12 @@ import sys
 from inference_svc.model.weights import hashing
 
 hashing._PROGRAM = f"""
-import fcntl
+import fcntl, os
 held = open({sys.argv[2]!r}, 'w')
 fcntl.flock(held, fcntl.LOCK_EX)
-print('begun', file=held, flush=True)
+print(os.getpid(), file=held, flush=True)
 {hashing._PROGRAM}"""
-with open(sys.argv[1], "rb", buffering=0) as file:
+with open(sys.argv[1], "r+b", buffering=0) as file:
     hashing.hashes_apart([file])
 '''
 
@@ -336,15 +337,18 @@ with open(sys.argv[1], "rb", buffering=0) as file:
 def test_a_process_that_hashes_ends_with_the_one_that_was_killed(tmp_path: Path) -> None:
     """Else it has the disk and all cores for as long as the weights take, beside the next start."""
     path, held = tmp_path / "weights", tmp_path / "held"
-    with path.open("wb") as file:
-        file.truncate(100 << 30)
+    os.mkfifo(path)  # whose bytes never come
     with subprocess.Popen([sys.executable, "-c", _HASHES, str(path), str(held)]) as process:
         while not (held.is_file() and held.read_text()):
             assert process.poll() is None
             time.sleep(0.01)
         process.kill()
-    with held.open() as file:
-        eventually(lambda: is_locked(file))
+    try:
+        with held.open() as file:
+            eventually(lambda: is_locked(file))
+    except AssertionError:
+        os.kill(int(held.read_text()), signal.SIGKILL)
+        raise
 
 
 def is_locked(file: TextIO) -> bool:
