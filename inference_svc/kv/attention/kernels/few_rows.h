@@ -11,6 +11,17 @@ KV_CONST float KV_LOG2_E = 1.4426950408889634f;
 template <int PIECES>
 KV_FN int kv_piece(int row, int piece) { return (row * PIECES + (piece ^ (row / (8 / PIECES) & (PIECES - 1)))) * 8; }
 
+// Begin to copy ROWS rows of a chunk, PIECES of 16 bytes each, from rows of `width` pieces. What lies beyond the rows or
+// the width becomes zeros.
+template <int ROWS, int PIECES>
+KV_FN void kv_begin_rows(kv_u16* to, const kv_u16* from, int row_count, int width, int first, int lane) {
+  KV_UNROLL for (int i = lane; i < ROWS * PIECES; i += 32) {
+    const int row = i / PIECES, piece = first + i % PIECES;
+    const bool is_read = row < row_count && piece < width;
+    kv_copy16(to + kv_piece<PIECES>(row, i % PIECES), from + (is_read ? (long(row) * width + piece) * 8 : 0), is_read);
+  }
+}
+
 // sum += a chunk of w [16 * HEIGHT, 64] times a chunk of x [8 * TILES, 64].
 template <bool IS_BFLOAT, int HEIGHT, int TILES>
 KV_FN void kv_multiply_chunk(const kv_u16* w, const kv_u16* x, float (*sum)[TILES][4], int lane) {

@@ -27,18 +27,18 @@ KV_UNROLL for (int h = 0; h < HEIGHT; ++h) KV_UNROLL for (int n = 0; n < TILES; 
 // beyond the outputs, the rows or the depth becomes zeros. Of more than 32 rows there are too few registers for all places.
 constexpr int LINES = 32 / PIECES, W_EACH = OUTPUTS / LINES, X_EACH = ROWS / 4;
 constexpr bool ARE_KEPT = TILES <= 4;
-auto w_reads = [&](int i) { return (i * LINES + kv_lane / PIECES) % PART < output_count; };
-auto w_place = [&](int i) {
-  const int line = i * LINES + kv_lane / PIECES;
-  return my_parts[line / PART] + first_unit + (w_reads(i) ? long(line % PART) * width_in_pieces * 8 : 0) + (kv_warp * PIECES + kv_lane % PIECES) * 8;
-};
-auto x_reads = [&](int i) { return i * 4 + kv_lane / 8 < rows; };
-auto x_place = [&](int i) {
-  return (const kv_u16*)x + (x_reads(i) ? long(i * 4 + kv_lane / 8) * depth : 0) + (kv_warp * 8 + kv_lane % 8) * 8;
-};
 const kv_u16 *w_from[W_EACH], *x_from[X_EACH];
-KV_UNROLL for (int i = 0; i < W_EACH && ARE_KEPT; ++i) w_from[i] = w_place(i);
-KV_UNROLL for (int i = 0; i < X_EACH && ARE_KEPT; ++i) x_from[i] = x_place(i);
+bool w_read[W_EACH], x_read[X_EACH];
+KV_UNROLL for (int i = 0; i < W_EACH && ARE_KEPT; ++i) {
+  const int line = i * LINES + kv_lane / PIECES, part = line / PART, output = line % PART;
+  w_read[i] = output < output_count;
+  w_from[i] = my_parts[part] + first_unit + (w_read[i] ? long(output) * width_in_pieces * 8 : 0) + (kv_warp * PIECES + kv_lane % PIECES) * 8;
+}
+KV_UNROLL for (int i = 0; i < X_EACH && ARE_KEPT; ++i) {
+  const int line = i * 4 + kv_lane / 8;
+  x_read[i] = line < rows;
+  x_from[i] = (const kv_u16*)x + (x_read[i] ? long(line) * depth : 0) + (kv_warp * 8 + kv_lane % 8) * 8;
+}
 const int places[2] = {kv_piece<8>(kv_lane / 8, kv_lane % 8), kv_piece<8>(kv_lane / 8 + 4, kv_lane % 8)};  // of lines by four
 const int place = kv_piece<PIECES>(kv_lane / PIECES, kv_lane % PIECES);
 int begun = 0, next = kv_warp;
@@ -46,18 +46,18 @@ int begun = 0, next = kv_warp;
 auto begin = [&]() {
   if (next * KV_CHUNK < depth) {
     kv_u16* const stage = ring + begun * STAGE;
-    const bool is_in = PIECES == 2 || depth % KV_CHUNK == 0 || next * 8 + kv_lane % 8 < depth / 8;
-    const int gone = (next - kv_warp) * 8;  // pieces, of eight units each
-    KV_UNROLL for (int i = 0; i < W_EACH; ++i) {
-      const kv_u16* const from = ARE_KEPT ? w_from[i] : w_place(i) + gone * PIECES;
-      kv_copy16(stage + (PIECES == 8 ? places[i % 2] + i / 2 * 512 : place + i * 256), from, w_reads(i) && is_in);
+    const bool is_in = depth % KV_CHUNK == 0 || next * 8 + kv_lane % 8 < depth / 8;
+    KV_UNROLL for (int i = 0; i < W_EACH && ARE_KEPT; ++i) {
+      kv_copy16(stage + (PIECES == 8 ? places[i % 2] + i / 2 * 512 : place + i * 256), w_from[i], w_read[i] && (PIECES == 2 || is_in));
       w_from[i] += WARPS * PIECES * 8;
     }
-    KV_UNROLL for (int i = 0; i < X_EACH; ++i) {
-      const kv_u16* const from = ARE_KEPT ? x_from[i] : x_place(i) + gone * 8;
-      kv_copy16(stage + W_STAGE + places[i % 2] + i / 2 * 512, from, x_reads(i) && is_in);
+    KV_UNROLL for (int i = 0; i < X_EACH && ARE_KEPT; ++i) {
+      kv_copy16(stage + W_STAGE + places[i % 2] + i / 2 * 512, x_from[i], x_read[i] && (PIECES == 2 || is_in));
       x_from[i] += WARPS * KV_CHUNK;
     }
+    KV_UNROLL for (int part = 0; part < PARTS && !ARE_KEPT; ++part)
+      kv_begin_rows<PART, PIECES>(stage + part * PART * PIECES * 8, my_parts[part] + first_unit, output_count, width_in_pieces, next * PIECES, kv_lane);
+    if (!ARE_KEPT) kv_begin_rows<ROWS, 8>(stage + W_STAGE, (const kv_u16*)x, rows, depth / 8, next * 8, kv_lane);
     if (++begun == STAGES) begun = 0;
   }
   next += WARPS;
