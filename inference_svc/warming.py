@@ -10,7 +10,7 @@ from itertools import product
 
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import KvasirError
-from kvasir.waits import LOOK_S, PATIENCE_S, RETRY_S, WORK_S
+from kvasir.waits import LOOK_S, RETRY_S, SOON_S, WORK_S
 
 from inference_svc.engine import api
 from inference_svc.engine.engine import Engine
@@ -60,12 +60,12 @@ def warm_up(engine: Engine, clock: Callable[[], float]) -> None:
     """Blocks until it is done. A turn that fails is no reason not to serve: the same one of a caller reports why. A CPU
     has little to do: it compiles little, and one pass of a large model would cost seconds to save milliseconds.
 
-    Kept kernels take 1 to 2 s. Where a machine compiles them, a first crowd would wait for its own: they come now, too.
+    Kept kernels take 0.5 to 1.6 s. Where a machine compiles any, a first crowd would wait for its own: they come, too.
     """
     if engine.device != "cpu":
         began_s = clock()
         _run_each_kernel(engine)
-        if clock() - began_s > PATIENCE_S and _rounds_rows(engine):
+        if clock() - began_s > SOON_S and _rounds_rows(engine):
             wait([engine.keep_graph(*graph) for graph in _crowds_graphs(engine)], WORK_S)
             _wait(*_run_all(engine, _streams(engine)))
             _wait(*_run_all(engine, _crowd(engine)))

@@ -132,7 +132,8 @@ def test_a_device_keeps_graphs_for_each_width_of_the_context(
 
 
 @pytest.mark.parametrize(
-    ("device", "kernels_s", "has_crowd"), [("cuda", 30, True), ("cuda", 2, False), ("metal", 30, False)]
+    ("device", "kernels_s", "has_crowd"),
+    [("cuda", 30, True), ("cuda", 3, True), ("cuda", 2, False), ("metal", 30, False)],
 )
 def test_a_start_that_compiles_makes_what_a_first_crowd_needs_too(
     device: str, kernels_s: int, has_crowd: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
