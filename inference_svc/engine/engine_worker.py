@@ -260,8 +260,11 @@ class EngineWorker:
 
     def _report_beside_cell(self) -> None:
         """While the device computes a cell's first layers, report the step before: to enqueue all of the cell takes the
-        processor longer than the device that step. All reports come then, or one would be longer after the last.
+        processor longer than the device that step. All reports come then, or one would be longer after the last. Not
+        where a pool may move as it grows: the cell's last layers, which are not enqueued, would write where it was.
         """
+        if not self._pool.keeps_memory:
+            return
         self._is_behind_cell = True
         try:
             self._report_decoded()

@@ -12,6 +12,7 @@ from inference_svc.engine import mlx_thread
 from inference_svc.engine.api import Ended, Event, Hot, Prefilled, Started, Tokens
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.kv.host_copies import landings
+from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import SequenceKV
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.inference.engine.emulated import emulated_engine
@@ -74,6 +75,7 @@ def test_streams_hear_a_step_when_the_first_layers_of_the_next_cell_are_enqueued
     emulated: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To enqueue all of it takes a processor longer than a device a step. Of three cells the last is a short pass."""
+    monkeypatch.setattr(KvPool, "keeps_memory", True)
     stream, other, worker = Listener(), Listener(), emulated.engine._worker
     counts, enqueued, behind = at_cells(other, [stream]), list[list[int]](), worker._decode_behind_cell
     monkeypatch.setattr(worker, "_decode_behind_cell", lambda: enqueued.append([stream.count(Tokens)]) or behind())
