@@ -7,7 +7,8 @@ import shutil
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -269,6 +270,14 @@ def test_two_homes_that_start_at_once_choose_two_ports_for_their_gateways(
     assert chosen[2] == chosen[0], "it is free again"
 
 
+def _hosts() -> Iterator[str]:
+    """Of this machine alone, which may lack IPv6."""
+    yield "127.0.0.1"
+    with suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        yield "[::1]"
+
+
+HOSTS = [*_hosts()]
 _CLAIMS = """
 import sys
 from kvasir.cli.running.checks import claim
@@ -279,12 +288,13 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.parametrize("host", HOSTS)
 @pytest.mark.parametrize("platform", ["darwin", "linux"])
 def test_an_address_that_another_home_has_for_its_gateway_is_refused_by_its_name(
-    platform: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    platform: str, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two that started at once the second ended when its engine was there, by a line of its gateway's log."""
-    address, begun = f"127.0.0.1:{free_port()}", list[object]()
+    address, begun = f"{host}:{free_port()}", list[object]()
 
     async def begins(*given: object) -> None:
         begun.append(given)
@@ -305,6 +315,16 @@ def test_an_address_that_another_home_has_for_its_gateway_is_refused_by_its_name
                 assert has in answer.value["error"]["message"]
             holder.stdin.close()
     assert len(begun) == 1
+
+
+def test_a_port_is_claimed_for_each_host_by_itself() -> None:
+    port = free_port()
+    with ExitStack() as held:
+        for host in HOSTS:
+            claimed = checks.claim(f"{host}:{port}")
+            assert claimed is not None
+            held.enter_context(claimed)
+            assert checks.claim(f"{host}:{port}") is None
 
 
 def test_a_descriptor_that_closes_meanwhile_hides_no_claim(monkeypatch: pytest.MonkeyPatch) -> None:

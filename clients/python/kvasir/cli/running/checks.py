@@ -253,7 +253,7 @@ def _host_and_port(text: str, option: str) -> Address:
 def check_free(text: str, option: str) -> None:
     """Raise FailedPrecondition if something listens on this host and port."""
     address = _host_and_port(text, option)
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    family = _family(address.host)
     with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -267,6 +267,10 @@ def check_free(text: str, option: str) -> None:
         probe.settimeout(1.0)
         probe.connect((address.host, address.port))
         raise _address_in_use(text, option, "a program answers there")
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _address_in_use(text: str, option: str, why: str | None) -> FailedPrecondition:
@@ -287,7 +291,7 @@ def claim(listen: str) -> socket.socket | None:
     """Keeps a gateway's port for one home, until it is closed: the gateway listens only once its engine is there, and
     another home would take the port, too. It is the UDP port of this number. None where it is in use."""
     address = parse_address(listen)
-    claimed = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    claimed = socket.socket(_family(address.host), socket.SOCK_DGRAM)
     try:
         claimed.bind((address.host, address.port))
     except OSError:

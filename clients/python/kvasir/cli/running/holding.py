@@ -191,8 +191,8 @@ def _with_udp_port(port: int) -> Iterator[tuple[int, Sequence[str]]]:
         for pid in _printed(program, "-nPt", f"-iUDP:{port}").split():
             yield int(pid), _printed("ps", "-wwo", "args=", "-p", pid).split()
         return
-    table = Path("/proc/net/udp")
-    rows = [line.split() for line in table.read_text().splitlines()] if table.exists() else []
+    tables = [each.read_text() for each in map(Path, ("/proc/net/udp", "/proc/net/udp6")) if each.exists()]
+    rows = [line.split() for table in tables for line in table.splitlines()]
     sockets = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(f":{port:04X}")}
     for process in Path("/proc").iterdir() if sockets else ():
         with contextlib.suppress(OSError):  # another user's, or gone meanwhile
