@@ -1,5 +1,5 @@
-"""How long the streams of a step wait for work beside them, and when background work goes on beside people's prompts,
-or where no gap of a stream that a person reads has room for it. Pure.
+"""How long the streams of a step wait for work beside them, and when background work goes on for whose time no gap of a
+stream that a person reads has room. Pure.
 """
 
 import math
@@ -41,7 +41,7 @@ class Gaps(Generic[TurnT]):
 
 
 class StandingAside:
-    """Of background work of one kind, beside people's: it has an eighth of the time, and waits `most_s` at most."""
+    """Of background work of one kind, beside such streams: it has an eighth of the time, and waits `most_s` at most."""
 
     def __init__(self, most_s: float) -> None:
         self._most_s = most_s

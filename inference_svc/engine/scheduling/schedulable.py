@@ -181,8 +181,8 @@ class Rules:
     """The same while only background turns decode."""
     stalled_steps: float = 1.25
     ageing_s: float = 5.0
-    """A turn that has waited this long to begin counts as interactive in its own namespace, while no other namespace
-    has an interactive turn that could begin instead; background work beside people's waits no longer for its share."""
+    """A turn that has waited this long, to begin or for its next cell, counts as interactive in its own namespace,
+    while no other namespace has an interactive turn that could go on instead."""
     prefix_wait_s: float = 10.0
     """A turn waits at most this long for siblings to prefill the prefix that it shares; 0: it never waits."""
     patience_s: float = 5.0

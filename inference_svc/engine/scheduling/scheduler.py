@@ -7,8 +7,8 @@ until there is none. What a step does is in `step_schedule`.
 Rules within a namespace:
 
 - Agents: turns of one agent run one after another.
-- Priority: interactive turns begin before background turns, and prefill before them but for an eighth of the time. A
-  turn counts as interactive when an interactive turn depends on it, or once it has waited `ageing_s` to begin.
+- Priority: interactive turns begin and prefill before background turns. A turn counts as interactive after waiting
+  `ageing_s`, or when an interactive turn depends on it (`urgency`).
 - Room: admission is head-of-line. If the first turn does not fit in memory, no turn behind it is admitted, so that
   large turns cannot starve.
 - Siblings: a turn waits while another prefills a prefix that both need (`prefix_sharing`), for `prefix_wait_s` at most.
@@ -16,7 +16,7 @@ Rules within a namespace:
 Rules between namespaces:
 
 - Order: in each class, one turn of each namespace after the other (`company`). No background turn, however long it
-  waits, begins before another namespace's interactive turn.
+  waits, goes before another namespace's interactive turn.
 - Room: by shares (`room_shares`). A turn that does not fit never keeps another namespace's turn waiting that stays
   within its share. While the room must come from other namespaces, it does not even keep its own namespace's waiting.
 

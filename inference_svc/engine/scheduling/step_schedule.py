@@ -5,8 +5,8 @@
   shortest rest of a prompt.
   Turns that came later overtake one by no more tokens than its rest has.
 - Size: `pacing` and `step_costs` say how many cells a step takes, how long they are, and how many files it loads.
-- People: beside their prompts background turns get an eighth of the time, beside streams that they read also what the
-  gaps have room for (`gaps`).
+- People: beside a stream that a person reads a background turn gets what its gap has room for, or an eighth of the time
+  (`gaps`).
 - Sharing: what a cell leaves of its pass the next turns in this order get, where cells may share one.
 """
 
@@ -124,8 +124,8 @@ class StepSchedule(Generic[TurnT]):
             return None
         decoding = [turn for turn in self._turns if _is_decoding(turn)]
         has_people = any(map(urgency.is_pressing, decoding))
-        is_due = self._aside.is_due(self._began_s + spent_s)
-        able = self._most_urgent(prefilling, urgency, decodes=bool(decoding), is_due=is_due)
+        is_due = not has_people or self._aside.is_due(self._began_s + spent_s)
+        able = self._most_urgent(prefilling, urgency, decodes=bool(decoding), ages=is_due)
         if not able:
             return None
         turn = self._next_of(able)
@@ -252,18 +252,19 @@ class StepSchedule(Generic[TurnT]):
         return turn.cells.unbroken_tokens if goes_over else turn.cells.next_tokens
 
     def _most_urgent(
-        self, prefilling: Collection[TurnT], urgency: Urgency[TurnT], *, decodes: bool, is_due: bool
+        self, prefilling: Collection[TurnT], urgency: Urgency[TurnT], *, decodes: bool, ages: bool
     ) -> Collection[TurnT]:
         """Turns of the most urgent class that may get a cell, or load files; while others decode, none that would only
         wait for its files. No less urgent one takes the place of one whose namespace owes: it owes decoding rows.
-        `is_due`: now background turns have their part of the time, and go before people's.
+        `ages`: old background turns are urgent; else they would stand aside, and keep a person waiting.
         """
         prefilling = [turn for turn in prefilling if not (decodes and turn.awaits_bytes)]
-        people = [turn for turn in prefilling if urgency.is_pressing(turn)]
+        pressing = {turn.namespace for turn in prefilling if urgency.is_pressing(turn)}
+        urgent = [
+            each for each in prefilling if urgency.is_pressing(each) or (ages and urgency.is_urgent(each, pressing))
+        ]
         owing = {name for name in {turn.namespace for turn in prefilling} if self._owes(name)}
-        able = [turn for turn in prefilling if turn.namespace not in owing]
-        due = [turn for turn in able if is_due and turn not in people]
-        return due or [turn for turn in able if turn in people or not people]
+        return [turn for turn in urgent or prefilling if turn.namespace not in owing]
 
     def _next_of(self, turns: Collection[TurnT]) -> TurnT:
         """Of the namespace that has taken the least time the turn with the shortest rest of a prompt, but first one

@@ -202,7 +202,6 @@ class World:
         self.memories = Hot(self.budget_bytes)
         self.scheduler: Scheduler[Job] = Scheduler(self, self.rules, [])
         self._last_token_s: dict[Job, float] = {}
-        self._began_s = self._due_s = 0.0  # of the step; when background prompts may go before people's
 
     def submit(self, *jobs: Job) -> None:
         for job in jobs:
@@ -378,7 +377,7 @@ class World:
                 job.kv = Kv(self.memories.allocator, job.cells.computed)
 
     def _decode(self) -> None:
-        self._began_s, decoding = self.now, self.scheduler.begin_step(self.now)
+        decoding = self.scheduler.begin_step(self.now)
         able = [job for job in self.scheduler.running if not (job.is_cancelled or job.is_restoring or job.files)]
         could = [job for job in able if not job.is_prefilling]
         assert set(decoding) <= set(could)
@@ -418,15 +417,11 @@ class World:
             decodes, gap_s = bool(decoding), min((self._gap_s(other, job) for other in decoding), default=math.inf)
             assert is_first or spent < gap_s, "more than the budget and one cell"
             assert not (decodes and job.awaits_bytes), "streams wait for bytes that come by themselves"
-            if job.priority is BACKGROUND:
-                is_due = self._began_s + spent >= self._due_s
-                assert is_due or not self._waits_for_people(job), "a person's prompt waits for it"
+            assert job.priority is not BACKGROUND or not self._waits_for_people(job), "a person's prompt waits for it"
             took_s = self.load_s + grant.size * self.file_s if loads else self._pass_s(grant)
             took_s += max(0.0, job.there_s - self.now)
             took_s += self.load_end_s if loads and grant.size == job.files else 0.0
             spent, self.now, is_first = spent + took_s, self.now + took_s, False
-            if job.priority is BACKGROUND:
-                self._due_s = self._began_s + spent + min(7 * grant.took_s(spent), self.rules.ageing_s) - 1e-9
             if loads:
                 assert grant.size <= job.next_files
                 job.files -= grant.size

@@ -82,28 +82,10 @@ def test_nothing_is_shared_where_cells_must_not_be() -> None:
 
 
 def test_a_pass_for_people_takes_no_background_prompt_along() -> None:
-    """They would wait for it. Background prompts have had an eighth of the time."""
-    world = World(rules=SHARED, cost_s=prefill_s)
-    passes(world, prompt(90, priority=BACKGROUND))
+    """They would wait for it."""
     urgent, later = [prompt(100) for _ in range(2)], [prompt(90, priority=BACKGROUND) for _ in range(2)]
-    found = passes(world, *later, *urgent)
+    found = passes(World(rules=SHARED, cost_s=prefill_s), *later, *urgent)
     assert [[job for job, _ in cells] for cells in found] == [urgent, later]
-
-
-def test_passes_with_background_prompts_have_an_eighth_of_the_time_though_each_person_is_new() -> None:
-    """A new namespace has taken the least time, and would always go first."""
-    world = World(rules=SHARED, cost_s=prefill_s)
-    world.submit(background := prompt(90_000, namespace="b", priority=BACKGROUND))
-    world.step()
-    began_s, before = world.now, len(world.passes)
-    while len(world.passes) < before + 150:
-        people = sum(job.priority is INTERACTIVE for job in world.scheduler.running)
-        world.submit(*(prompt(1_500, namespace=f"{number} at {world.now}") for number in range(people, 2)))
-        world.step()
-    turns = [[cell.turn for cell in each] for each in world.passes[before:]]
-    took_s = [prefill_s(0, sum(cell.size for cell in each)) for each in world.passes[before:]]
-    with_it_s = sum(seconds for seconds, each in zip(took_s, turns, strict=True) if background in each)
-    assert with_it_s / (world.now - began_s) == pytest.approx(1 / 8, rel=0.1)
 
 
 def test_namespaces_take_turns_within_a_pass() -> None:
