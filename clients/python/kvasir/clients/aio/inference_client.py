@@ -21,7 +21,7 @@ from kvasir.errors import KvasirError, NotFound, Unavailable
 from kvasir.inference.v1 import handover_pb2_grpc, inference_pb2_grpc
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1.handover_pb2 import HandOverTurnRequest, HandOverTurnResponse
-from kvasir.waits import SOON_S
+from kvasir.waits import LOOK_S, SOON_S
 
 
 class AioInferenceClient(AioAgentClient):
@@ -136,8 +136,10 @@ class AioInferenceClient(AioAgentClient):
             if engine._lease_owner == owner:  # an engine that starts again keeps its name
                 return engine
         for engine in self.engines:
+            left_s = _left_s(ends_s)
+            if left_s is not None and left_s < LOOK_S:  # calls end early by a little: one more might just succeed
+                return None
             with suppress(KvasirError):
-                left_s = _left_s(ends_s)
                 # One that hangs, as a Mac that sleeps, must not keep the turn from those behind it.
                 soon_s = min(engine._timeout_s, SOON_S, math.inf if left_s is None else left_s)
                 engine._lease_owner = (await engine.get_capabilities(timeout_s=soon_s)).lease_owner
