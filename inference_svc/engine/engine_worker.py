@@ -272,7 +272,7 @@ class EngineWorker:
             self._is_behind_cell = False
 
     def _decode_behind_cell(self) -> None:
-        """Enqueue the next step behind a cell. On a CPU what was decoded before it is reported here."""
+        """Enqueue the next step behind a cell. A step that was not reported beside the cell is reported first."""
         self._is_behind_cell = True
         try:
             self._report_decoded()
