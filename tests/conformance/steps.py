@@ -350,7 +350,7 @@ def run(program: Testee, world: AnyWorld, say: Callable[[str], Any], steps: Sequ
         began = time.monotonic()
         try:
             step(program, world)
-        except (AssertionError, LookupError, Refused) as error:
+        except (Exception, pytest.fail.Exception) as error:  # pytest's is no Exception
             line = traceback.extract_tb(error.__traceback__)[-1].line if not str(error) else ""
             raise AssertionError(f"step {number}, {step.__name__}: {error}{line}") from error
         say(f"  {number:2d} {step.__name__.replace('_', ' ')} ({time.monotonic() - began:.1f} s)")
