@@ -262,9 +262,8 @@ class MessageEvents(Blocks):
             frames += self._start({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
             frames += self._add({"type": "input_json_delta", "partial_json": arguments}) + self._stop()
         usage = {**_usage(self._reply.started), "output_tokens": finished.usage.completion_tokens}
-        return frames + turns.sse(
-            {"type": "message_delta", "delta": _ending(finished), "usage": usage}, "message_delta"
-        )
+        end = {"type": "message_delta", "delta": _ending(finished), "usage": usage, **turns.not_stored(finished)}
+        return frames + turns.sse(end, "message_delta")
 
     def _opened(self, kind: str) -> str:
         return self._start({"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})})

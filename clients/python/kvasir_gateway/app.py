@@ -46,7 +46,7 @@ from kvasir_gateway.page.routes import GatewayPage
 from kvasir_gateway.reading import heads
 from kvasir_gateway.reading.tolerance import Reading, Tolerance
 from kvasir_gateway.reading.volatile import BILLING, HEADER
-from kvasir_gateway.turn import Asked, Body, Said, Turn, Whole
+from kvasir_gateway.turn import Asked, Body, Said, Turn, Whole, not_stored
 
 _log = logging.getLogger(__name__)
 _Body = TypeVar("_Body", bound=Body)
@@ -326,7 +326,8 @@ class Gateway:
             if not turn.is_streamed:
                 reply = await unless_left(call.request.receive, gather(events))
                 memory.left()
-                headers |= self._told(call, memory.agent_id, turn, reply.started) | heads.not_stored(reply.finished)
+                headers |= self._told(call, memory.agent_id, turn, reply.started)
+                headers |= not_stored(reply.finished, "x-kvasir-not-stored")
                 return JSONResponse(whole(asked, reply), headers=headers)
             first = await unless_left(call.request.receive, anext(events))
             headers |= self._told(call, memory.agent_id, turn, first.started)

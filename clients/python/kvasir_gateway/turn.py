@@ -299,6 +299,14 @@ def speculated(wish: Speculation | None) -> dict[str, int]:
     return {"most_drafts": 0 if wish == "off" else wish}
 
 
+def not_stored(finished: pb.Finished, name: str = "kvasir_not_stored") -> dict[str, Any]:
+    """In ASCII why the store did not take a turn, which is in the engine's RAM alone. A stream's last event has it."""
+    if finished.snapshot.state != pb.SNAPSHOT_STATE_FAILED:
+        return {}
+    why = " ".join(finished.snapshot.reason.split())
+    return {name: why.encode("ascii", "backslashreplace").decode()}
+
+
 def given(**settings: Any) -> dict[str, Any]:
     """Sampling settings without those that were left out."""
     return {name: value for name, value in settings.items() if value is not None}

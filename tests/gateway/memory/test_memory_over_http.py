@@ -292,12 +292,36 @@ def test_append_gives_a_new_agent_all_messages_and_an_old_one_the_newest_without
     assert talk("And my dog's?", "mine") == ("replayed", tokens), "a retry appends nothing twice"
 
 
+def streamed_ends(front: Front) -> dict[str, list[dict[str, Any]]]:
+    """A streamed turn's last events of each API, by the clients, which take no field that they cannot read."""
+    spoken: Any = [{"role": "user", "content": "Hello."}]
+    openai, anthropic = front.openai(is_strict=False), front.anthropic()
+    asked: dict[str, Any] = {"model": MODEL, "stream": True, "extra_headers": {"x-agent-id": "eve"}}
+    chat = openai.chat.completions.create(messages=spoken, max_tokens=4, **asked)
+    completions = openai.completions.create(prompt="Hello.", max_tokens=4, **asked)
+    responses = openai.responses.create(input="Hello.", max_output_tokens=4, **asked)
+    messages = anthropic.messages.create(messages=spoken, max_tokens=4, **asked)
+    return {
+        "chat": [part.model_dump() for part in chat if part.choices[0].finish_reason],
+        "completions": [part.model_dump() for part in completions if part.choices[0].finish_reason],
+        "responses": [
+            part.response.model_dump()
+            for part in responses
+            if part.type in ("response.completed", "response.incomplete")
+        ],
+        "messages": [part.model_dump() for part in messages if part.type == "message_delta"],
+    }
+
+
 @pytest.mark.long(4)
 def test_an_answer_names_why_its_turn_is_in_ram_alone(tmp_path: Path) -> None:
     with running_front(tmp_path, store_options=("--free-disk-reserve-bytes", str(1 << 60))) as full:
         create = full.openai(**{"x-agent-id": "ada"}).chat.completions.with_raw_response.create
         raw = create(model=MODEL, max_tokens=4, messages=[{"role": "user", "content": "Hello."}])
-    assert raw.headers["x-kvasir-not-stored"].startswith("ResourceExhausted: disk: no room for")
+        why = raw.headers["x-kvasir-not-stored"]
+        assert why.startswith("ResourceExhausted: disk: no room for")
+        for name, ends in streamed_ends(full).items():
+            assert [end.get("kvasir_not_stored", "")[:28] for end in ends] == [why[:28]], name
 
 
 @pytest.mark.long(2)

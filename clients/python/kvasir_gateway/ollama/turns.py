@@ -264,7 +264,7 @@ class OllamaLines(Chunks):
 
     def _finish(self, finished: pb.Finished) -> str:
         calls = self._line("", calls=finished.tool_calls) if finished.tool_calls and self._is_chat else ""
-        return calls + self._line("", **_ending(self._reply.started, finished))
+        return calls + self._line("", **_ending(self._reply.started, finished), **turns.not_stored(finished))
 
     def _line(self, text: str, thought: str = "", calls: Sequence[Any] = (), **more: Any) -> str:
         head = _head(self._asked.created, self._model)

@@ -313,8 +313,8 @@ class ChatChunks(CompletionsChunks):
         self._begun: set[int] = set()
 
     def _begin(self) -> str:
-        ids = list(self._reply.started.prompt_token_ids) if self._wants_ids else None
-        return self._chunk(0, self._opened(0), prompt_token_ids=ids)
+        told = {"prompt_token_ids": list(self._reply.started.prompt_token_ids)} if self._wants_ids else {}
+        return self._chunk(0, self._opened(0), told=told)
 
     def _delta(self, delta: pb.Delta) -> str:
         fields = self._opened(delta.choice)
@@ -333,7 +333,8 @@ class ChatChunks(CompletionsChunks):
             fields["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls(finished))]
         if fields:
             frames = self._chunk(finished.choice, fields)
-        return frames + self._chunk(finished.choice, {}, turns.finish_reason(finished))
+        told = turns.not_stored(finished)
+        return frames + self._chunk(finished.choice, {}, turns.finish_reason(finished), told=told)
 
     def _opened(self, choice: int) -> dict[str, Any]:
         if choice in self._begun:
@@ -348,10 +349,10 @@ class ChatChunks(CompletionsChunks):
         reason: str | None = None,
         logprobs: dict[str, Any] | None = None,
         ids: Mapping[str, Any] = MappingProxyType({}),
-        prompt_token_ids: Sequence[int] | None = None,
+        told: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         each = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason, **ids}
-        return self._frame([each], **turns.given(prompt_token_ids=prompt_token_ids))
+        return self._frame([each], **told)
 
 
 def head(prefix: str, kind: str, asked: turns.Asked, started: pb.Started) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from kvasir_gateway.openai.chat import CompletionsChunks, SamplingFields, head, token_ids, usage
 from kvasir_gateway.reading.tolerance import Reading
-from kvasir_gateway.turn import Asked, Turn, comment, finish_reason, given, refuse_unless
+from kvasir_gateway.turn import Asked, Turn, comment, finish_reason, given, not_stored, refuse_unless
 
 _KIND = ("cmpl", "text_completion")
 
@@ -83,7 +83,7 @@ class CompletionChunks(CompletionsChunks):
         return self._frame([_choice(delta.choice, delta.text, None, logprobs, ids)])
 
     def _finish(self, finished: pb.Finished) -> str:
-        return self._frame([_choice(finished.choice, "", finish_reason(finished), None, {})])
+        return self._frame([_choice(finished.choice, "", finish_reason(finished), None, {})], **not_stored(finished))
 
 
 def _choice(

@@ -10,7 +10,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir_gateway.chunks import Blocks
 from kvasir_gateway.openai.responses import Item, ResponsesRequest
 from kvasir_gateway.reading.seals import ThoughtSeals
-from kvasir_gateway.turn import Asked, finish_reason, sse
+from kvasir_gateway.turn import Asked, finish_reason, not_stored, sse
 
 
 def whole(asked: Asked, reply: Reply, request: ResponsesRequest, seals: ThoughtSeals | None = None) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class ResponseEvents(Blocks):
             )
             frames += self._done(done)
         response = _response(self._asked, self._request, self._reply, self._output, finished)
-        return frames + self._event(f"response.{response['status']}", response=response)
+        return frames + self._event(f"response.{response['status']}", response=response | not_stored(finished))
 
     def _opened(self, kind: str) -> str:
         if kind == "text":

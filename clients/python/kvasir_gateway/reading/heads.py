@@ -65,14 +65,6 @@ def told(reading: Reading, agent_id: str, turn: Turn, started: pb.Started) -> di
     return {**headers, "x-agent-memory": done, "x-agent-id": agent_id.encode().decode("latin-1")}
 
 
-def not_stored(finished: pb.Finished) -> dict[str, str]:
-    """In ASCII why the store did not take a turn, which is in the engine's RAM alone."""
-    if finished.snapshot.state != pb.SNAPSHOT_STATE_FAILED:
-        return {}
-    why = " ".join(finished.snapshot.reason.split())
-    return {"x-kvasir-not-stored": why.encode("ascii", "backslashreplace").decode()}
-
-
 def _reuse(started: pb.Started, rules_for_system: Sequence[str]) -> dict[str, str]:
     """How much of the prompt was not computed, and in ASCII why not more; of `rules_for_system`, those that are off."""
     source = enum_word(started, "source")
