@@ -1,12 +1,10 @@
 """Digests: names of bytes, BLAKE3-256 and a size. The hash becomes a file's name: 64 lower-case hex digits."""
 
-import os
 import re
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from mmap import mmap
-from typing import BinaryIO, TypeAlias
+from io import FileIO
+from typing import TypeAlias
 
 from blake3 import blake3
 
@@ -19,8 +17,7 @@ _HASH_DIGITS = 64
 _HASH = re.compile(r"[0-9a-f]{64}")
 # From this size on, several threads hash faster than one.
 _MANY_THREADS_BYTES = 1 << 20
-_PIECE_BYTES, _ROOM_BYTES = 4 << 20, 32 << 20
-_READERS = 6
+_ROOM_BYTES = 8 << 20  # of a file that is read
 
 
 def is_hash(text: str) -> bool:
@@ -114,36 +111,9 @@ class Hasher:
         return Digest(self._blake3.hexdigest(), self.size_bytes)
 
 
-def hash_of_file(file: BinaryIO) -> str:
-    """Of a file, which is read: one that is mapped, and then cut short, ends this process. Threads read the next
-    bytes while these are hashed: one thread would copy a model's weights for seconds.
-    """
-    hasher, at = Hasher(_ROOM_BYTES), 0
-    with ThreadPoolExecutor(_READERS) as readers:
-
-        def begin(room: memoryview, at: int) -> list[Future[int]]:
-            parts = range(0, _ROOM_BYTES, _PIECE_BYTES)
-            return [readers.submit(_read, file, room[part : part + _PIECE_BYTES], at + part) for part in parts]
-
-        rooms = [memoryview(mmap(-1, _ROOM_BYTES)) for _ in range(2)]  # untouched: most files are small
-        coming = begin(rooms[0], 0)
-        while True:
-            counts = [each.result() for each in coming]
-            whole = next((place for place, count in enumerate(counts) if count < _PIECE_BYTES), len(counts))
-            here, at = rooms[0], at + _ROOM_BYTES
-            if is_end := whole < len(counts):
-                here = here[: whole * _PIECE_BYTES + counts[whole]]
-            else:
-                coming = begin(rooms[1], at)
-            hasher.update(here)
-            if is_end:
-                return hasher.digest().hash
-            rooms.reverse()
-
-
-def _read(file: BinaryIO, room: memoryview, at: int) -> int:
-    """Fill the room from there on; how many bytes there were."""
-    count = 0
-    while count < len(room) and (came := os.preadv(file.fileno(), [room[count:]], at + count)):
-        count += came
-    return count
+def hash_of_file(file: FileIO) -> str:
+    """Of a file, which is read: one that is mapped, and then cut short, ends this process."""
+    hasher, room = Hasher(_ROOM_BYTES), memoryview(bytearray(_ROOM_BYTES))
+    while count := file.readinto(room):
+        hasher.update(room[:count])
+    return hasher.digest().hash
