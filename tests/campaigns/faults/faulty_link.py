@@ -7,8 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.campaigns.faults.link import Link
+
 _SLOW_BYTES_PER_S = 100_000
-_CHUNK_BYTES = 1 << 16
 _LASTING = ("outage", "busy", "hang", "slow")
 _BUSY = b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
@@ -29,34 +30,20 @@ class Fault:
     delay_s: float = 0.0
 
 
-class _CutError(OSError):
-    """This connection ends here."""
+class FaultyLink(Link):
+    """One fault at a time may be armed."""
 
-
-class FaultyLink:
-    """Forwards every connection; one fault at a time may be armed."""
+    piece_bytes = 1 << 16
 
     def __init__(self, listen: Path | None, target: Path | int) -> None:
-        """`target`: a socket's path, or a port of loopback. `listen`: a path, or None for a port."""
         self.was_met = False
-        self._target = target
         self._fault: Fault | None = None
         self._passed = 0
-        self._lock = threading.Lock()
         self._is_down = self._is_busy = False
         self._free = threading.Event()
         self._free.set()
         self._is_slow = False
-        self._open: set[socket.socket] = set()
-        if listen is None:
-            self._server = socket.create_server(("127.0.0.1", 0), backlog=128)
-            self.port = int(self._server.getsockname()[1])
-        else:
-            self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._server.bind(str(listen))
-            self._server.listen()
-            self.address = f"unix:{listen}"
-        threading.Thread(target=self._accept, daemon=True).start()
+        super().__init__(listen, target)
 
     def arm(self, fault: Fault) -> None:
         with self._lock:
@@ -70,55 +57,19 @@ class FaultyLink:
 
     def close(self) -> None:
         self.disarm()
-        self._server.close()
-        self._end_all()
+        super().close()
 
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                near, _ = self._server.accept()
-                if self._is_down or self._is_busy:
-                    self._refuse(near)
-                    continue
-                try:
-                    far = self._connected()
-                except OSError:
-                    near.close()
-                    continue
-                self._open |= {near, far}
-                threading.Thread(target=self._forward, args=(near, far, False), daemon=True).start()
-                threading.Thread(target=self._forward, args=(far, near, True), daemon=True).start()
-
-    def _refuse(self, near: socket.socket) -> None:
+    def admits(self, near: socket.socket) -> bool:
+        if not (self._is_down or self._is_busy):
+            return True
         with near, suppress(OSError):
             if self._is_busy:
                 near.settimeout(1.0)
-                near.recv(_CHUNK_BYTES)
+                near.recv(self.piece_bytes)
                 near.sendall(_BUSY)
+        return False
 
-    def _connected(self) -> socket.socket:
-        if isinstance(self._target, int):
-            return socket.create_connection(("127.0.0.1", self._target))
-        far = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            far.connect(str(self._target))
-        except OSError:
-            far.close()
-            raise
-        return far
-
-    def _forward(self, source: socket.socket, sink: socket.socket, is_answer: bool) -> None:
-        try:
-            while data := source.recv(_CHUNK_BYTES):
-                self._pass(data, is_answer, sink)
-        except OSError:
-            pass
-        finally:
-            for each in (source, sink):
-                _end(each)
-                self._open.discard(each)
-
-    def _pass(self, data: bytes, is_answer: bool, sink: socket.socket) -> None:
+    def carry(self, data: bytes, sink: socket.socket, *, is_answer: bool) -> None:
         before, fault = data, None
         with self._lock:
             armed = self._fault
@@ -143,9 +94,9 @@ class FaultyLink:
             return rest
         match fault.kind:
             case "outage" | "blip" | "busy":
-                self._end_all()
+                self.end_connections()
             case "truncate":
-                raise _CutError
+                raise ConnectionAbortedError
             case "delay":
                 self._free.clear()
                 threading.Timer(fault.delay_s, self._free.set).start()
@@ -163,13 +114,3 @@ class FaultyLink:
             if fault.kind == "hang":
                 self._free.clear()
         return True
-
-    def _end_all(self) -> None:
-        for each in list(self._open):
-            _end(each)
-
-
-def _end(connection: socket.socket) -> None:
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-    connection.close()

@@ -167,7 +167,7 @@ def test_a_peer_that_falls_silent_is_unavailable_and_the_next_pull_gets_the_rest
             missing = ours.find_missing(turn.digests)
             assert 0 < len(missing) < len(turn.digests)
             proxy.silent_after_received = None
-            proxy.drop_connections()
+            proxy.end_connections()
             before = proxy.received_bytes
             ours.pull_agent("mac", "ada")
             assert proxy.received_bytes - before < sum(digest.size_bytes for digest in missing) + MIB
