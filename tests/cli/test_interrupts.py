@@ -100,6 +100,16 @@ def test_ctrl_c_is_a_commands_own_once_it_runs_unless_its_caller_ignores_it(
     assert found == [while_it_runs]
 
 
+def test_ctrl_c_just_before_a_command_begins_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "kvasir.cli.main", SimpleNamespace(main=interrupted))
+    with pytest.raises(SystemExit) as ended:
+        kvasir.__main__.main()
+    assert ended.value.code == 128 + signal.SIGINT
+
+
 _SHOWING_FILES = """
 import os, sys
 from pathlib import Path

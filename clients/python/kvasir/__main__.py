@@ -29,9 +29,12 @@ def main() -> None:
         from kvasir.cli.main import main as run
 
     rest()
-    if is_ours:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    run(second)
+    try:
+        if is_ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        run(second)
+    except KeyboardInterrupt:  # before the command has begun, or behind its end
+        raise SystemExit(130) from None
 
 
 def _open_closed_files() -> None:
