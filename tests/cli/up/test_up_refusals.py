@@ -1,6 +1,7 @@
 """`kvasir up` before anything starts: options that are wrong, addresses that are taken, files that others can read."""
 
 import asyncio
+import errno
 import json
 import os
 import shutil
@@ -112,8 +113,11 @@ def test_a_home_of_another_user_or_that_others_write_in_is_refused(
     home.mkdir(mode=0o700)
     with monkeypatch.context() as another_user:
         another_user.setattr(os, "geteuid", lambda: 54_321)
-        refused = in_process("--home", home, "up", "--json")
-        assert (refused.code, "belongs to another user" in refused.value["error"]["message"]) == (4, True)
+        for words in (("up",), ("keys", "ls")):
+            refused = in_process("--home", home, *words, "--json")
+            assert (refused.code, "belongs to another user" in refused.value["error"]["message"]) == (4, True), words
+        denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(home / "logs" / "engine.log"))
+        assert str(failures.refusal_of(denied)).endswith(f": {home} belongs to another user (uid {os.getuid()})")
     home.chmod(0o777)
     assert "others can write there" in in_process("--home", home, "up", "--json").value["error"]["message"]
 

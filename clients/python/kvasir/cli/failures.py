@@ -153,12 +153,20 @@ def refusal_of(error: Exception) -> errors.KvasirError:
             text = f"{os.fsdecode(name)}: a file is there; expected a directory, or a path where nothing is"
             return errors.FailedPrecondition(text, reason="FILE_REFUSED")
         case OSError(filename=str() | bytes() as name):
-            return errors.FailedPrecondition(f"{os.fsdecode(name)}: {error.strerror}", reason="FILE_REFUSED")
+            whose = _of_whom(Path(os.fsdecode(name))) if isinstance(error, PermissionError) else ""
+            return errors.FailedPrecondition(f"{os.fsdecode(name)}: {error.strerror}{whose}", reason="FILE_REFUSED")
         case OSError():
             return errors.FailedPrecondition(str(error), reason="FILE_REFUSED")
     with tempfile.NamedTemporaryFile("w", prefix="kvasir-", suffix=".trace", delete=False) as trace:
         traceback.print_exception(error, file=trace)
     return errors.Internal(f"{type(error).__name__}: {error} (details: {trace.name})", reason="COMMAND_FAILED")
+
+
+def _of_whom(path: Path) -> str:
+    """The owner of a path, or of its last directory that can be seen, if that is another user."""
+    seen = next(each for each in (path, *path.absolute().parents) if os.access(each, os.F_OK))
+    owner = seen.stat().st_uid
+    return "" if owner == os.geteuid() else f": {seen} belongs to another user (uid {owner})"
 
 
 def relayed(code: int, told: Mapping[str, Any]) -> errors.KvasirError:

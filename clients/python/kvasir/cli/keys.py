@@ -12,6 +12,7 @@ from kvasir.cli.rows import counted, size
 from kvasir.cli.running.checks import check_installed
 from kvasir.cli.running.program import done, option_words
 from kvasir.cli.showing.arguments import option
+from kvasir.credentials import check_own_directory
 from kvasir.errors import FailedPrecondition
 
 app = typer.Typer(help="Seal namespaces: encrypt all that the store keeps of them.", no_args_is_help=True)
@@ -93,6 +94,8 @@ def erase(
 
 def _run(caller: Caller, action: str, data_dir: Path | None, *arguments: str) -> None:
     check_installed("store")
+    if data_dir is None and caller.home.root.exists():
+        check_own_directory(caller.home.root)
     words = ["keys", action, *arguments, "--data-dir", str(data_dir or caller.home.store_data)]
     words += ["--audit-file", str(caller.home.audit_file("store")), *caller.home.sealed_options(data_dir)]
     ended = done("cachestore_svc", words)
