@@ -2,14 +2,17 @@
 
 import asyncio
 import logging
+import os
 import secrets
 import sys
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from types import ModuleType
+from typing import Any
 
 import structlog
 from kvasir.address import AddressError
@@ -27,7 +30,7 @@ from kvasir.server.operating.traces import Traces
 from kvasir.server.parts import Parts
 from kvasir.server.reloading import Reloading
 from kvasir.server.serving import EdgeServer, RefusedToStart, Reports, run
-from kvasir.waits import never_ahead, uptime_s
+from kvasir.waits import RETRY_S, never_ahead, uptime_s
 
 from inference_svc import BEGAN_S
 from inference_svc.config import ConfigError, EngineSettings, read_settings
@@ -72,7 +75,7 @@ from inference_svc.turns.admission import Admission
 from inference_svc.turns.embedding.embedding_model import EmbeddingModel
 
 _LOG = structlog.get_logger("inference_svc")
-_EX_CONFIG = 78
+_EX_SOFTWARE, _EX_CONFIG = 70, 78
 _BEGIN_TRACES = ("InferenceService/Generate", "InferenceService/Warm")
 _PROTOCOL = "kvasir.inference.v1"
 _RELEASE = version("kvasir")
@@ -99,7 +102,7 @@ async def serve(settings: EngineSettings, open_engine: Callable[..., Engine]) ->
     neighbour = _neighbour() if settings.neighbour else None
     async with Parts() as parts:
         budget = _kv_budget(settings, parts)
-        open_engine = budget.opener(open_engine)
+        open_engine = budget.opener(_ending_the_process(open_engine))
         audit = parts.closing(_audit(settings))
         owner = LeaseOwner(settings.state_dir, lambda: f"engine-{secrets.token_hex(8)}")
         parts.callback(owner.close)
@@ -246,6 +249,27 @@ class _Service:
                 is_stopping=is_stopping,
                 clock=time.monotonic,
             )
+
+
+def _ending_the_process(open_engine: Callable[..., Engine]) -> Callable[..., Engine]:
+    """Engines that end the process where they fail: without its thread, as where its device is lost, an engine serves
+    nothing, and its memories wait in the store for the next process.
+    """
+
+    def opened(path: str, **options: Any) -> Engine:
+        engine = open_engine(path, **options)
+        engine.failed.add_done_callback(_end_process)
+        return engine
+
+    return opened
+
+
+def _end_process(failed: "Future[None]") -> None:
+    error = failed.exception()
+    _LOG.error("engine.failed", exc_info=error, why=error.message if isinstance(error, KvasirError) else "")
+    time.sleep(RETRY_S)  # the event loop sends callers the ends of their turns
+    sys.stderr.flush()
+    os._exit(_EX_SOFTWARE)  # an ordinary exit would free the device's memory, which may fail
 
 
 def _kv_budget(settings: EngineSettings, parts: Parts) -> KvBudget:

@@ -12,6 +12,7 @@ from kvasir.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from kvasir.formats.block_file import FileBytes
 
 from inference_svc.engine import api
+from inference_svc.engine.device.device_errors import device_error
 from inference_svc.engine.engine_worker import EngineWorker
 from inference_svc.engine.files.held_turns import check_carried
 from inference_svc.engine.files.incoming import Incoming
@@ -196,6 +197,7 @@ class Engine:
         self.directory = opened.directory  # of the model's files
         self.blas = load_optimized_blas() or ""  # file name of the optimized BLAS in use
         self.memory_budget_bytes = worker.room.total_bytes
+        self.failed = thread.failed  # once its thread ended by an error: it serves nothing any more
         self._thread = thread
         self._worker = worker
         self.memories = EngineMemories(thread, worker, opened.info)
@@ -220,7 +222,7 @@ class Engine:
         first, unless its choice is known. `begin_phase` is called on the MLX thread with the name of each part of the
         work. `start` makes the worker on its own thread. See `ModelArguments`, `Rules` and `load` for the rest. Raises
         NotFound (no such model), FailedPrecondition (LAYER_NOT_KEPT, which names the layer and its class;
-        MODEL_NOT_LOADABLE), InvalidArgument (policy, compute type).
+        MODEL_NOT_LOADABLE), InvalidArgument (policy, compute type), ResourceExhausted (the device has no room).
         """
         load_optimized_blas()
         opened: OpenedModel
@@ -238,7 +240,10 @@ class Engine:
             worker = EngineWorker(runner, opened.info, budget, budget // _DECODED_PART, rules, time.monotonic)
             return worker
 
-        thread = start(make_worker)
+        try:
+            thread = start(make_worker)
+        except RuntimeError as error:
+            raise device_error(error) or error from None
         return cls(opened, thread, worker)
 
     @property

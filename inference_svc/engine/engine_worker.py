@@ -4,11 +4,12 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 
-from kvasir.errors import Cancelled, Internal, KvasirError, Unavailable
+from kvasir.errors import Cancelled, KvasirError, Unavailable
 
 from inference_svc.engine.api import AgentKey, HeldTurn
 from inference_svc.engine.beginning import begin, memory_left, prefix_left
 from inference_svc.engine.decoding import Decoded, Decoder
+from inference_svc.engine.device.device_watch import DeviceWatch
 from inference_svc.engine.drafting.drafter import Drafter
 from inference_svc.engine.files.held_turns import held_turn, sampler_of_carried
 from inference_svc.engine.files.incoming import Incoming
@@ -22,13 +23,14 @@ from inference_svc.engine.scheduling.scheduler import Admit, Blocked, Preempt, S
 from inference_svc.engine.sequence import Sequence
 from inference_svc.engine.wedlm.mask_decoder import MaskDecoder
 from inference_svc.kv.host_copies.landings import drop_room, make_room
-from inference_svc.model.device_memory import forget_frames
+from inference_svc.model.device_memory import bound_to_free, forget_frames
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
 from inference_svc.text.token_ids import TokenIds
 
 logger = logging.getLogger(__name__)
 _RELEASE_STEPS = 256
+_LONG_PROMPT = 8192
 
 
 class EngineWorker:
@@ -54,6 +56,7 @@ class EngineWorker:
         self._runner = runner
         self._model = model
         self._clock = clock
+        self._device = DeviceWatch()
         self._scheduler: Scheduler[Sequence] = Scheduler(self.room, rules, self._turns)
         self._masks: MaskBudget[Sequence] = MaskBudget()
         batch = runner.new_batch(self._pool, decoded_budget_bytes // runner.compute_item_bytes)
@@ -71,6 +74,7 @@ class EngineWorker:
         self._when_idle: dict[AgentKey, list[Callable[[], None]]] = {}
         self._is_behind_cell = False  # the device computes a cell: whatever reads it now waits for that
         make_room()
+        bound_to_free()
 
     @property
     def computed_tokens(self) -> int:
@@ -137,6 +141,7 @@ class EngineWorker:
         self.memory_used_bytes = self.room.used_bytes
         if all(sequence.kv is None for sequence in self._turns):
             self._runner.release_unused()
+        self._device.end_step()
         # A turn that ended may have left room for another.
         has_worked = bool(decoding) or has_prefilled or has_settled or has_ended
         is_empty, held = not self._turns, self.memories.ledger.used_pages
@@ -147,6 +152,8 @@ class EngineWorker:
     def close(self) -> None:
         for sequence in list(self._turns):
             self._finish(sequence, Unavailable("the engine is shutting down", retry_after_s=1.0))
+        if self._device.lost is not None:
+            return  # MLX ends a process in which memory cannot be freed, before callers have their answers
         # A publication whose store hangs has the engine for long, and the next model's weights come now.
         self._runner.close()
         self._pool.close()
@@ -209,6 +216,8 @@ class EngineWorker:
                     return
 
     def _begin(self, sequence: Sequence, protected: Collection[Hashable] | None) -> None:
+        if len(sequence.token_ids) >= _LONG_PROMPT:
+            bound_to_free()  # others may have come to a card
         reuse, forked = self.room.take(sequence, protected)
         if sequence.swapped is None:
             begin(sequence, reuse, forked, self._model)
@@ -352,12 +361,13 @@ class EngineWorker:
         try:
             self._leave(sequence, remembers=failure is None)
         except Exception as error:  # noqa: BLE001 - the turn failed, as it may anywhere else
+            self._device.pass_failed(error)
             failure = failure or error
-        if failure is not None and not isinstance(failure, KvasirError):
-            logger.error("turn.failed", exc_info=failure)
-            failure = Internal("the turn failed in the engine")
         if failure is not None:
+            if not isinstance(failure, KvasirError):
+                logger.error("turn.failed", exc_info=failure)
             forget_frames(failure)
+            failure = self._device.in_words(failure)
         sequence.finish(failure)
         kv, sequence.swapped = sequence.kv, None
         if sequence.arrival is not None:
@@ -375,8 +385,9 @@ class EngineWorker:
         self.room.give_up(sequence)
         self._scheduler.remove(sequence)
         self._emit(sequence)
-        if kv is not None and kv in self._decoder.batch:  # it could not leave: the batch of some layers may hold it
-            self._lose(())
+        # A turn that could not leave: the batch of some layers may hold it.
+        if kv is not None and failure is not None and kv in self._decoder.batch:
+            self._lose((), failure)
         self._do_idle_work()
 
     def _leave(self, sequence: Sequence, *, remembers: bool) -> None:
@@ -404,22 +415,24 @@ class EngineWorker:
         """Around a forward pass of these turns: if it fails, they end."""
         try:
             yield
-        except Exception:
+        except Exception as error:
             logger.exception("decode.failed")
-            self._lose(decoding)
+            self._device.pass_failed(error)
+            self._lose(decoding, error)
 
-    def _lose(self, decoding: Collection[Sequence]) -> None:
+    def _lose(self, decoding: Collection[Sequence], error: Exception) -> None:
         """A forward pass of these turns failed half-way: they end, and so does every other turn in the batch."""
         rows = {id(kv) for kv in self._decoder.discard()}
         lost = [each for each in self._with_kv if each in decoding or id(each.kv) in rows]
         for sequence in lost:
-            self._finish(sequence, Internal("the turn failed in the engine"))
+            self._finish(sequence, self._device.in_words(error))
 
     @contextlib.contextmanager
     def _guarding(self, *sequences: Sequence) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # noqa: BLE001 - it ends the turn, which reports it
+            self._device.pass_failed(error)
             for sequence in sequences:
                 self._finish(sequence, error)
 

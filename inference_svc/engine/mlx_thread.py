@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import mlx.core as mx
 
+from inference_svc.engine.device.device_errors import DeviceLost
 from inference_svc.model.device_memory import forget_frames
 
 _IDLE_POLL_S = 1.0
@@ -54,8 +55,12 @@ class MlxThread(Generic[WorkerT]):
         self._mailbox: queue.SimpleQueue[Letter[WorkerT, Any]] = queue.SimpleQueue()
         self._is_closing = threading.Event()
         self._has_ended = threading.Event()
+        self.failed: Future[None] = (
+            Future()
+        )  # with the error that ended the thread before `close`; it is set on the thread
         self._clock = clock
         self._seen_s = clock()
+        self._lost: WorkerT | None = None
         made: Future[None] = Future()
         # Not a daemon: a daemon that is busy at exit aborts the process.
         self._thread = threading.Thread(target=self._run, args=(make_worker, made), name=name, daemon=False)
@@ -92,14 +97,29 @@ class MlxThread(Generic[WorkerT]):
             made.set_exception(error)
         else:
             made.set_result(None)
-            self._serve(worker)
-            del worker  # its arrays go before the streams do
+            try:
+                self._serve(worker)
+            except Exception as error:
+                self._end()
+                if isinstance(error, DeviceLost):
+                    self._lost = worker  # to free its memory would end the process
+                else:
+                    forget_frames(error)
+                if self._lost is not None or not self._is_closing.is_set():
+                    self.failed.set_exception(error)
+                raise
+            finally:
+                del worker  # its arrays go before the streams do
         finally:
-            self._has_ended.set()
-            self._return_to_senders()
-            # Without this the process dies with SIGABRT at exit in one run of three.
-            mx.synchronize()
-            mx.clear_streams()
+            self._end()
+            if self._lost is None:
+                # Without this the process dies with SIGABRT at exit in one run of three.
+                mx.synchronize()
+                mx.clear_streams()
+
+    def _end(self) -> None:
+        self._has_ended.set()
+        self._return_to_senders()
 
     def _serve(self, worker: WorkerT) -> None:
         is_busy = True

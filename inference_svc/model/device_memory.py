@@ -55,6 +55,27 @@ def card() -> str:
     return str(mx.device_info().get("uuid", ""))
 
 
+def free_bytes() -> int | None:
+    """Bytes of a card's memory that no process holds now; None of a device whose memory is the machine's."""
+    free = mx.device_info().get("free_memory") if card() else None
+    return None if free is None else int(free)
+
+
+def held_by_others() -> int:
+    """Bytes of a card that other programs hold, and the driver for this one; 0 of a device without its own memory."""
+    free = free_bytes()  # read first: memory that this process takes meanwhile is not the others'
+    return 0 if free is None else max(0, device_bytes() - free - mx.get_active_memory() - mx.get_cache_memory())
+
+
+def bound_to_free() -> None:
+    """Let MLX count on no more of a card than is free now, and this process has. Near its limit it gives free buffers
+    back, and waits for work under way before it enqueues more. Its own limit is 0.95 of a card, also of a full one.
+    """
+    if (free := free_bytes()) is not None:
+        spare = min(device_bytes() // 20, free // 4)  # for graphs, plans and kernels, which MLX does not count
+        mx.set_memory_limit(mx.get_active_memory() + mx.get_cache_memory() + free - spare)
+
+
 def device_settings() -> str:
     """The environment's settings of MLX, of CUDA and of the loader of libraries, on which results may depend."""
     return "\n".join(sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_SETTINGS)))

@@ -33,6 +33,7 @@ _MAINS = {
     "kvasir_gateway": "kvasir_gateway.__main__",
     "played_engine": "kvasir_bench.played.__main__",
     "scripted_engine": "tests.gateway.agents.scripted_engine",
+    "failing_device": "tests.inference.service.failing_device",
     "powerless_store": "tests.cachestore.service.powerless_store",
 }
 # What `kvasir` starts with `python -m`, beside the services.

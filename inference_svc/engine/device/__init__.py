@@ -1,0 +1,1 @@
+"""A device that fails: which errors mean that, and the steps that the engine takes then."""

@@ -1,0 +1,60 @@
+"""Where a pass fails, the part of it that MLX has begun ends first, a device without room gets some, and a lost one
+ends the engine. On the MLX thread.
+"""
+
+import logging
+
+import mlx.core as mx
+from kvasir.errors import Internal, KvasirError, ResourceExhausted
+
+from inference_svc.engine.device.device_errors import DeviceLost, device_error
+from inference_svc.model.device_memory import bound_to_free
+
+logger = logging.getLogger(__name__)
+
+
+class DeviceWatch:
+    def __init__(self) -> None:
+        self.lost: DeviceLost | None = None
+        self._is_short = False
+
+    def pass_failed(self, error: Exception) -> None:
+        """While the error's frames hold the arrays of its pass. MLX has recorded a part, and not sent all of that: sent
+        later, kernels would write where memory is another's by then, or nobody's.
+        """
+        self._look_at(error)
+        if self.lost is None and not isinstance(error, KvasirError):
+            self._synchronize()
+
+    def in_words(self, error: Exception) -> KvasirError:
+        """What a turn's caller gets for an error that ended it."""
+        if self.lost is not None:
+            return self.lost
+        if isinstance(error, KvasirError):
+            return error
+        return device_error(error) or Internal("the turn failed in the engine")
+
+    def end_step(self) -> None:
+        """Give unused memory back where a pass had no room. Raises DeviceLost."""
+        if self._is_short and self.lost is None:
+            self._synchronize()  # its threads hold what a pass read, until they hear of its end
+            mx.clear_cache()
+            bound_to_free()
+        self._is_short = False
+        if self.lost is not None:
+            raise self.lost
+
+    def _synchronize(self) -> None:
+        try:
+            mx.synchronize()
+        except RuntimeError as error:
+            self._look_at(error)
+
+    def _look_at(self, error: Exception) -> None:
+        found = device_error(error)
+        if isinstance(found, DeviceLost) and self.lost is None:
+            self.lost = found
+            logger.error("device.lost why=%r", found.message)
+        elif isinstance(found, ResourceExhausted):
+            self._is_short = True
+            logger.warning("device.short why=%r", found.message)

@@ -1,0 +1,197 @@
+"""A pass that fails: its arrays outlive what MLX has begun of it, and its turn alone ends; a lost device ends all."""
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from kvasir.errors import Internal, InvalidArgument, KvasirError, ResourceExhausted, Unavailable
+
+from inference_svc.engine.api import AgentKey, Hot, Tokens
+from inference_svc.engine.device.device_errors import DeviceLost, device_error
+from inference_svc.engine.device.device_watch import DeviceWatch
+from inference_svc.engine.engine import Engine
+from inference_svc.model import device_memory
+from tests.inference.engine.driving import Driver, Listener, driver_with_room_for, tokens_of
+from tests.inference.service.failing_device import LOST, NO_MEMORY
+
+OTHERS = {"max_tokens": 40, "logit_bias": ((0, -1000.0),)}
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        (NO_MEMORY, ResourceExhausted),
+        ("[malloc] Unable to allocate 4294967296 bytes.", ResourceExhausted),
+        ("cudaGraphInstantiate(&graph_exec, graph_, NULL, NULL, 0) failed: out of memory", ResourceExhausted),
+        ("[METAL] Command buffer execution failed: Insufficient Memory (00000008:k)", ResourceExhausted),
+        (LOST, DeviceLost),
+        ("cudaPeekAtLastError() failed: unspecified launch failure", DeviceLost),
+        ("cudaEventSynchronize(*this) failed: misaligned address", DeviceLost),
+        ("cudaStreamSynchronize(stream_) failed: uncorrectable ECC error encountered", DeviceLost),
+        ("[matmul] Last dimension of first input must match", None),
+    ],
+)
+def test_an_error_of_mlx_shows_what_the_device_lacks_also_behind_another_error(words: str, kind: type | None) -> None:
+    def refused() -> None:
+        try:
+            raise RuntimeError(words)
+        except RuntimeError as error:
+            raise ResourceExhausted("KV memory: no room for more pages") from error
+
+    found = device_error(RuntimeError(words))
+    assert type(found) is (kind or type(None))
+    with pytest.raises(ResourceExhausted) as caught:
+        refused()
+    assert type(device_error(caught.value)) is type(found)
+    assert device_error(ValueError(words)) is None
+
+
+class _Pass:
+    """Something that the frames of a pass hold, as they hold arrays."""
+
+
+class _Seen:
+    """Whether the pass that failed was alive, each time that MLX was waited for since."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.alive: list[bool] = []
+        self._pass: Callable[[], object | None] | None = None
+        wait = mx.synchronize
+
+        def synchronize(*given: Any) -> None:
+            if self._pass is not None:
+                self.alive.append(self._pass() is not None)
+            wait(*given)
+
+        monkeypatch.setattr(mx, "synchronize", synchronize)
+
+    def fail(self, words: str) -> None:
+        held = _Pass()
+        self._pass = weakref.ref(held)
+        raise RuntimeError(words)
+
+
+def _breaks_once(driver: Driver, monkeypatch: pytest.MonkeyPatch, seen: _Seen, words: str, where: str) -> None:
+    """The next prompt's cell, or the next step, fails."""
+    worker, left = driver.engine._worker, [1]
+
+    def broken(work: Callable[..., Any]) -> Callable[..., Any]:
+        def done(*given: Any, **more: Any) -> Any:
+            if left:
+                left.pop()
+                seen.fail(words)
+            return work(*given, **more)
+
+        return done
+
+    target: Any = worker._runner if where == "cell" else worker._decoder.batch
+    for name in ("prefill", "last_logits", "packed_logits") if where == "cell" else ("step",):
+        monkeypatch.setattr(target, name, broken(getattr(target, name)))
+
+
+@pytest.mark.parametrize("where", ["cell", "step"])
+@pytest.mark.parametrize(("words", "kind"), [(NO_MEMORY, ResourceExhausted), ("another fault", Internal)])
+def test_a_failed_pass_is_over_before_its_arrays_go_and_memories_stay(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, words: str, kind: type[KvasirError]
+) -> None:
+    seen = _Seen(monkeypatch)
+    with driver_with_room_for(4096, model_dir, tmp_path) as driver:
+        key, state = driver.remember(300)
+        stayed, prompt = driver.fork(key), (*state.token_ids, *tokens_of(400, 7))
+        expected = driver.turn(prompt, Hot(300), stayed).state
+        _breaks_once(driver, monkeypatch, seen, words, where)
+        with pytest.raises(kind):
+            driver.turn(prompt, Hot(300), key)
+        assert seen.alive[0], "MLX is waited for while the pass' arrays are there"
+        memory = driver.engine.memories.get(key)
+        assert memory is not None
+        assert memory.state == state
+        assert driver.turn(prompt, Hot(300), key).state == expected
+        assert not driver.engine.failed.done()
+
+
+def test_a_prompt_without_room_ends_alone_and_others_speak_as_without_it(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = _Seen(monkeypatch)
+    with driver_with_room_for(4096, model_dir, tmp_path) as driver:
+        alone = [driver.reply(driver.turn(tokens_of(60, seed), **OTHERS)) for seed in range(2)]
+        failing = Listener()
+
+        def begin() -> None:
+            _breaks_once(driver, monkeypatch, seen, NO_MEMORY, "cell")
+            driver.submit(tokens_of(400, 9), listener=failing)
+
+        first = driver.submit(tokens_of(60, 0), listener=Listener().at(Tokens, 3, begin), **OTHERS)
+        second = driver.submit(tokens_of(60, 1), **OTHERS)
+        with pytest.raises(ResourceExhausted, match="out of memory"):
+            failing.end()
+        assert [driver.reply(each.end()) for each in (first, second)] == alone
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_lost_device_ends_every_turn_and_nothing_of_it_is_freed(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine.open(model_dir, cache_dir=tmp_path, memory_budget_bytes=64 << 20)
+    driver, seen = Driver(engine), _Seen(monkeypatch)
+    closed: list[str] = []
+    for part in (engine._worker._runner, engine._worker._pool):
+        monkeypatch.setattr(part, "close", lambda: closed.append("closed"))
+
+    def lose() -> None:
+        _breaks_once(driver, monkeypatch, seen, LOST, "step")
+
+    turns = [driver.submit(tokens_of(20, seed), **OTHERS) for seed in range(2)]
+    turns.append(driver.submit(tokens_of(20, 5), listener=Listener().at(Tokens, 3, lose), **OTHERS))
+    for turn in turns:
+        with pytest.raises(Unavailable, match=r"lost its device, and restarts: .*illegal memory access"):
+            turn.end()
+    assert isinstance(engine.failed.exception(30), DeviceLost)
+    with pytest.raises(Unavailable):
+        driver.turn(tokens_of(20), key=AgentKey("tests", "late"))
+    engine.close()
+    assert (closed, seen.alive) == ([], []), "each call of the device would fail"
+
+
+@pytest.mark.cpu_only("it plays a card, and other engines of a GPU's tests take memory meanwhile")
+def test_mlx_counts_on_what_a_card_has_free_and_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = mx.set_memory_limit(1 << 40)
+    try:
+        monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "a processor"})
+        device_memory.bound_to_free()
+        assert mx.set_memory_limit(1 << 40) == 1 << 40
+        assert (device_memory.free_bytes(), device_memory.held_by_others()) == (None, 0)
+        facts = {"uuid": "GPU-1", "total_memory": 100 << 30, "free_memory": 8 << 30}
+        monkeypatch.setattr(mx, "device_info", lambda: facts)
+        own = mx.get_active_memory() + mx.get_cache_memory()
+        device_memory.bound_to_free()
+        assert mx.set_memory_limit(1 << 40) == own + (6 << 30)
+        assert device_memory.held_by_others() == (92 << 30) - own
+        facts["free_memory"] = 99 << 30
+        device_memory.bound_to_free()
+        assert mx.set_memory_limit(1 << 40) == own + (94 << 30)
+    finally:
+        mx.set_memory_limit(before)
+
+
+def test_an_engine_whose_device_has_no_room_for_its_pages_is_refused_with_numbers(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_given: Any) -> Any:
+        raise RuntimeError(NO_MEMORY)
+
+    monkeypatch.setattr("inference_svc.engine.engine.EngineWorker", refused)
+    with pytest.raises(ResourceExhausted, match=r"no room to compute \(total \d+\.\d\d GiB, own .* out of memory"):
+        Engine.open(model_dir, cache_dir=tmp_path, memory_budget_bytes=64 << 20)
+
+
+def test_a_refusal_is_no_reason_to_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited, watch, refusal = list[int](), DeviceWatch(), InvalidArgument("prompt: no")
+    monkeypatch.setattr(mx, "synchronize", lambda: waited.append(1))
+    watch.pass_failed(refusal)
+    watch.end_step()
+    assert (watch.in_words(refusal), waited) == (refusal, [])
