@@ -41,7 +41,7 @@ def described(
     # Importing the engine imports MLX, and then it is too late for a BLAS.
     from inference_svc.engine.engine import Engine
     from inference_svc.kv.attention.choice import checked_policies
-    from inference_svc.machine.kv_budget import Device, claims_of_device, total_bytes
+    from inference_svc.machine.kv_budget import Device, claims_of_device, held_of, total_bytes
 
     claims = claims_of_device()  # before anything is loaded: it may be refused
     engine = Engine.open(
@@ -52,7 +52,8 @@ def described(
         conversations_file=kvasir_tiny.conversations_path(),
     )
     try:
-        info, device = engine.model, Device(total_bytes(device_gib), claims.of_others())
+        info, total = engine.model, total_bytes(device_gib)
+        device = Device(total, claims.of_others(), held_of(total))
         return {
             "name": info.name,
             "kv_identity_hash": info.kv_identity_hash,

@@ -25,7 +25,7 @@ from inference_svc.engine.first_operations import run_first_operations
 from inference_svc.engine.mlx_thread import MlxThread
 from inference_svc.kv.host_copies.host_copy import copies_itself
 from inference_svc.kv.kept_files import KeptDirs, kept_folder
-from inference_svc.machine.kv_budget import claims_of_device, total_bytes, weights_on_disk
+from inference_svc.machine.kv_budget import claims_of_device, held_of, total_bytes, weights_on_disk
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.device_memory import prepare_device
 from inference_svc.model.model_identity import begin_digests
@@ -175,7 +175,8 @@ class _Parser(argparse.ArgumentParser):
 def _has_room(directory: Path, device_gib: float | None) -> bool:
     """Whether other engines leave room for the weights: the service claims it later, and is refused before it loads."""
     with contextlib.closing(claims_of_device()) as claims:
-        return weights_on_disk([str(directory)]) + claims.of_others() <= total_bytes(device_gib)
+        total = total_bytes(device_gib)
+        return weights_on_disk([str(directory)]) + max(claims.of_others(), held_of(total)) <= total
 
 
 def _asked(arguments: Sequence[str]) -> tuple[_Given | None, float | None, Path]:

@@ -59,7 +59,15 @@ from inference_svc.handover.pairings import PairingsFile
 from inference_svc.handover.resume_tokens import ResumeTokens
 from inference_svc.machine.claims import ClaimsUnusable
 from inference_svc.machine.giving_back import GivingBack
-from inference_svc.machine.kv_budget import GIB, KvBudget, NoRoom, claims_of_device, total_bytes, weights_on_disk
+from inference_svc.machine.kv_budget import (
+    GIB,
+    KvBudget,
+    NoRoom,
+    claims_of_device,
+    held_of,
+    total_bytes,
+    weights_on_disk,
+)
 from inference_svc.machine.pressure import is_short_of_memory
 from inference_svc.memory.lines.lease_owner import LeaseOwner
 from inference_svc.memory.service_stats import ServiceStats, ServiceStatus
@@ -279,7 +287,8 @@ def _kv_budget(settings: EngineSettings, parts: Parts) -> KvBudget:
     parts.running(claims.keep())
     given = None if settings.memory_gib is None else int(settings.memory_gib * GIB)
     weights = weights_on_disk(settings.models.values())
-    return KvBudget(claims, total_bytes(settings.device_gib), given, weights)
+    total = total_bytes(settings.device_gib)
+    return KvBudget(claims, total, given, weights, partial(held_of, total))
 
 
 def _of_host(host: ModelHost[ServedModel]) -> tuple[Engine, bool, Collection[AgentKey]] | None:

@@ -8,7 +8,7 @@ import pytest
 from kvasir.clients import InferenceClient
 from kvasir.errors import KvasirError, ResourceExhausted, Unavailable
 
-from tests.inference.service.failing_device import LOST, NO_MEMORY, WORDS
+from tests.inference.service.failing_device import CARD, LOST, NO_MEMORY, WORDS
 from tests.inference.service.memories.test_memory_survives import TALK, say, talk, tokens
 from tests.running.system_fixtures import House
 from tests.running.waiting import eventually
@@ -102,3 +102,27 @@ def test_a_turn_without_working_memory_is_refused_and_neither_engine_nor_agents_
         assert tokens(replies) == expected
     assert house.engine.is_running
     assert house.engine.log.count("device.short") == 2
+
+
+def test_an_engine_on_a_card_that_others_fill_is_refused_before_it_loads_and_a_size_that_fits_is_named(
+    model: Path, tmp_path: Path, words: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert words
+    monkeypatch.setenv(CARD, f"{64 << 30} {4 << 30}")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # where no other engine claims memory
+    house = House(tmp_path / "house", model, engine_options=["--memory-gib", "3.5"])
+    house.engine.program = "failing_device"
+    try:
+        house.store.start()
+        with pytest.raises(AssertionError, match=r"ended with 78"):
+            house.engine.start()
+        told = house.engine.log
+        assert (
+            "--memory-gib 3.5: the device has 64.00 GiB, of which others hold 60.00 (`nvidia-smi` shows them)" in told
+        )
+        assert "; --memory-gib 2.9 fits" in told
+        assert "weights.loaded" not in told
+        house.engine.options[-1] = "2.9"
+        house.engine.start()
+    finally:
+        house.close()
