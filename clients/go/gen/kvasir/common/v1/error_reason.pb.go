@@ -92,8 +92,8 @@ const (
 	ErrorReason_ERROR_REASON_CONTEXT_EXCEEDED ErrorReason = 36
 	// The turn's KV is larger than the memory. RESOURCE_EXHAUSTED: needed_bytes, budget_bytes.
 	ErrorReason_ERROR_REASON_MEMORY_EXCEEDED ErrorReason = 37
-	// Open turns may already need all KV memory, or no page of it is free now. RESOURCE_EXHAUSTED: needed_bytes, open_bytes,
-	// max_bytes, needed_pages, free_pages.
+	// Open turns may already need all KV memory, no page of it is free now, or the device has no memory to compute with.
+	// RESOURCE_EXHAUSTED: needed_bytes, open_bytes, max_bytes, needed_pages, free_pages, total_bytes, own_bytes, free_bytes.
 	ErrorReason_ERROR_REASON_MEMORY_BUSY ErrorReason = 38
 	// The credential has too many turns open. RESOURCE_EXHAUSTED: turns, max_turns.
 	ErrorReason_ERROR_REASON_CALLER_BUSY ErrorReason = 39
