@@ -7,7 +7,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -287,34 +287,31 @@ def _page(store: Store, threads: StoreThreads, rpcs: RpcCounts, audit: Audit, re
 
 
 async def collect_regularly(store: Store, threads: StoreThreads, interval_s: float) -> None:
-    """Expire agents and collect garbage now and then. A failure is logged and waits for the next time."""
+    """Expire agents and collect garbage now and then."""
     run = secrets.token_hex(8)
 
-    def clocks() -> ClockReading:
-        return ClockReading(time.time(), uptime_s(), run)
+    async def collect() -> None:
+        expired = await threads.run(HOUSE, store.care.expire_agents, ClockReading(time.time(), uptime_s(), run))
+        report = await threads.run(HOUSE, store.care.collect_garbage)
+        _LOG.info("gc.done", **asdict(report), agents_expired=expired)
 
-    while True:
-        await asyncio.sleep(interval_s)
-        try:
-            expired = await threads.run(HOUSE, store.care.expire_agents, clocks())
-            report = await threads.run(HOUSE, store.care.collect_garbage)
-        except KvasirError as error:
-            _LOG.warning("gc.failed", reason=error.reason)
-        except Exception:  # noqa: BLE001 - a failing disk's OSError, or a bug of ours: neither may end collection for good
-            _LOG.exception("gc.failed")
-        else:
-            _LOG.info("gc.done", **asdict(report), agents_expired=expired)
+    await _regularly(interval_s, collect)
 
 
 async def collect_own_regularly(store: Store, threads: StoreThreads, interval_s: float) -> None:
-    """Collect this store's own parts and asides now and then. A failure is logged and waits for the next time."""
+    """Collect this store's own parts and asides now and then."""
+    await _regularly(interval_s, lambda: threads.run(HOUSE, store.care.collect_own))
+
+
+async def _regularly(interval_s: float, collect: Callable[[], Awaitable[object]]) -> None:
+    """A failure is logged and waits for the next time."""
     while True:
         await asyncio.sleep(interval_s)
         try:
-            await threads.run(HOUSE, store.care.collect_own)
+            await collect()
         except KvasirError as error:
             _LOG.warning("gc.failed", reason=error.reason)
-        except Exception:  # noqa: BLE001  as above
+        except Exception:  # noqa: BLE001 - a failing disk's OSError, or a bug of ours: neither may end collection for good
             _LOG.exception("gc.failed")
 
 

@@ -12,8 +12,11 @@ from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.facts.records import BlobKind
+from cachestore_svc.store.store import Store
 from tests.cachestore.core.lab import NS, Lab, write
 from tests.made_models.synthetic import SMALL, SyntheticAgent
+
+of_each_directory = pytest.mark.parametrize("depth", [0, 1, 2], ids=["of blobs", "the namespace's", "the store's"])
 
 
 def a_block() -> tuple[Digest, bytes]:
@@ -90,6 +93,15 @@ def directory_at(lab: Lab, depth: int) -> Path:
     return (shelves, *shelves.parents)[depth]
 
 
+def assert_away(store: Store, digest: Digest, new: Digest, namespace: str = NS) -> None:
+    """The disk of the blobs is away: none is read, and none written."""
+    with pytest.raises(Unavailable):
+        store.blobs.read(NS, digest)
+    with pytest.raises(Unavailable) as refused:
+        store.blobs.open_writer(namespace, new, BlobKind.MANIFEST)
+    assert refused.value.reason == "DISK_FAILED"
+
+
 def bring_back(disk: Path, place: Path, mounts: set[Path]) -> None:
     """Mount a disk that is away at its place, below which nothing was written meanwhile."""
     assert list(place.iterdir()) == []
@@ -98,7 +110,7 @@ def bring_back(disk: Path, place: Path, mounts: set[Path]) -> None:
     mounts.add(place)
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2], ids=["of blobs", "the namespace's", "the store's"])
+@of_each_directory
 def test_nothing_is_written_where_a_disk_was_mounted_that_is_away(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, depth: int
 ) -> None:
@@ -113,18 +125,14 @@ def test_nothing_is_written_where_a_disk_was_mounted_that_is_away(
         place.rename(away)
         place.mkdir()
         mounts.clear()
-        with pytest.raises(Unavailable):
-            store.blobs.read(NS, digest)
-        for each, namespace in ((on_shelf, NS), (manifest.manifest_digest, NS if depth < 2 else "another")):
-            with pytest.raises(Unavailable) as refused:
-                store.blobs.open_writer(namespace, each, BlobKind.MANIFEST)
-            assert refused.value.reason == "DISK_FAILED"
+        assert_away(store, digest, on_shelf)
+        assert_away(store, digest, manifest.manifest_digest, NS if depth < 2 else "another")
         bring_back(away, place, mounts)
         assert bytes(store.blobs.read(NS, digest)) == data
         write(store, manifest.manifest_digest, manifest.manifest_bytes, BlobKind.MANIFEST)
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2], ids=["of blobs", "the namespace's", "the store's"])
+@of_each_directory
 def test_a_store_that_starts_without_its_blobs_disk_waits_for_it(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], depth: int
 ) -> None:
@@ -139,13 +147,7 @@ def test_a_store_that_starts_without_its_blobs_disk_waits_for_it(
     capsys.readouterr()
     with lab.open() as store:
         assert capsys.readouterr().out.count("blobs.away") == 1
-        for call in (
-            lambda: store.blobs.read(NS, digest),
-            lambda: store.blobs.open_writer(NS, manifest.manifest_digest, BlobKind.MANIFEST),
-        ):
-            with pytest.raises(Unavailable) as refused:
-                call()
-            assert refused.value.reason == "DISK_FAILED"
+        assert_away(store, digest, manifest.manifest_digest)
         assert not store.blobs.receive_files(NS)
         bring_back(away, place, mounts)
         assert bytes(store.blobs.read(NS, digest)) == data
@@ -154,7 +156,7 @@ def test_a_store_that_starts_without_its_blobs_disk_waits_for_it(
         assert store.statistics.of(NS).damaged_blob_count == 0
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2], ids=["of blobs", "the namespace's", "the store's"])
+@of_each_directory
 def test_a_store_that_wrote_nothing_since_its_start_knows_its_disk_is_away(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, depth: int
 ) -> None:
@@ -169,17 +171,13 @@ def test_a_store_that_wrote_nothing_since_its_start_knows_its_disk_is_away(
         place.rename(away)
         place.mkdir()
         mounts.clear()
-        with pytest.raises(Unavailable):
-            store.blobs.read(NS, digest)
-        with pytest.raises(Unavailable) as refused:
-            store.blobs.open_writer(NS, manifest.manifest_digest, BlobKind.MANIFEST)
-        assert refused.value.reason == "DISK_FAILED"
+        assert_away(store, digest, manifest.manifest_digest)
         bring_back(away, place, mounts)
         assert bytes(store.blobs.read(NS, digest)) == data
         assert store.statistics.of(NS).damaged_blob_count == 0
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2], ids=["of blobs", "the namespace's", "the store's"])
+@of_each_directory
 def test_a_store_that_starts_without_the_disk_that_a_link_leads_to_waits_for_it(lab: Lab, depth: int) -> None:
     """Its start put all blobs into quarantine, where they stayed when the disk was back."""
     (digest, data), manifest, disk = a_block(), SyntheticAgent(SMALL, 1).turn(30), lab.root.with_name("disk")
@@ -191,11 +189,7 @@ def test_a_store_that_starts_without_the_disk_that_a_link_leads_to_waits_for_it(
     place.symlink_to(disk / "blobs")
     away = disk.rename(disk.with_name("away"))
     with lab.open() as store:
-        with pytest.raises(Unavailable):
-            store.blobs.read(NS, digest)
-        with pytest.raises(Unavailable) as refused:
-            store.blobs.open_writer(NS, manifest.manifest_digest, BlobKind.MANIFEST)
-        assert refused.value.reason == "DISK_FAILED"
+        assert_away(store, digest, manifest.manifest_digest)
         away.rename(disk)
         assert bytes(store.blobs.read(NS, digest)) == data
         write(store, manifest.manifest_digest, manifest.manifest_bytes, BlobKind.MANIFEST)

@@ -235,7 +235,14 @@ def test_no_answer_leaves_an_agent_without_room_for_a_claim(tmp_path: Path, said
     played(tmp_path, play)
 
 
-def test_no_source_gives_an_agent_in_a_generation_above_which_there_is_no_claim(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("agents", "owners"),
+    [({}, {"generation": (1 << 62) + 7}), *(({"retained_versions": kept}, {}) for kept in (-5, 1 << 30))],
+    ids=["a generation above which there is no claim", "kept versions below 0", "too many kept versions"],
+)
+def test_an_agent_comes_with_no_number_that_a_source_may_not_give(
+    tmp_path: Path, agents: dict[str, int], owners: dict[str, int]
+) -> None:
     async def play(ada: Mac, mallory: Mac, peer: AioStoreClient) -> None:
         await mallory.publish("x", SyntheticAgent(SMALL, 4).turn(30), 0)
         mallory.allow("ada", gives="move")
@@ -243,31 +250,12 @@ def test_no_source_gives_an_agent_in_a_generation_above_which_there_is_no_claim(
 
         async def boast(*args: Any) -> Any:
             agent, known = await offer(*args)
-            return agent, replace(known, generation=(1 << 62) + 7)
-
-        mallory.services.moving._handing_over.offer = boast  # type: ignore[method-assign]
-        await refused(ada.owner.move_agent("x", from_peer="mallory"))
-        assert ada.store.owners.of(NS, "x").generation == 0
-        assert mallory.store.owners.of(NS, "x").is_owned
-
-    played(tmp_path, play)
-
-
-@pytest.mark.parametrize("kept", [-5, 1 << 30])
-def test_an_agent_that_would_keep_any_number_of_versions_does_not_come(tmp_path: Path, kept: int) -> None:
-    async def play(ada: Mac, mallory: Mac, peer: AioStoreClient) -> None:
-        await mallory.publish("x", SyntheticAgent(SMALL, 4).turn(30), 0)
-        mallory.allow("ada", gives="move")
-        offer = mallory.services.moving._handing_over.offer
-
-        async def boast(*args: Any) -> Any:
-            agent, known = await offer(*args)
-            return replace(agent, retained_versions=kept), known
+            return replace(agent, **agents), replace(known, **owners)
 
         mallory.services.moving._handing_over.offer = boast  # type: ignore[method-assign]
         told = await refused(ada.owner.move_agent("x", from_peer="mallory"))
-        assert "mallory" in told.message
-        assert "retained_versions" in told.message
+        assert not agents or ("mallory" in told.message and "retained_versions" in told.message)
+        assert ada.store.owners.of(NS, "x").generation == 0
         assert mallory.store.owners.of(NS, "x").is_owned
 
     played(tmp_path, play)

@@ -419,35 +419,24 @@ def test_a_layer_that_keeps_all_tokens_refuses_to_be_a_window() -> None:
             cache.make_mask(count, window_size=3)  # type: ignore[union-attr, call-arg]
 
 
-def test_numbers_that_are_none_are_not_left_to_who_takes_the_slot(model: Any, new_kv: NewKv) -> None:
-    """What is masked still counts as 0 times what the slot holds there."""
+@pytest.mark.parametrize("moves", [False, True], ids=["who takes the slot", "whom a leaving moves there"])
+def test_numbers_that_are_none_are_not_left_to_the_next_sequence(model: Any, new_kv: NewKv, moves: bool) -> None:
+    """What is masked still counts as 0 times what the slot holds there. The last slot's sequence takes the place of
+    one that leaves, and may have fewer rows than that had.
+    """
     prompt = tokens_of(60, 3)
     together = Greedy(model, new_kv().pool)
-    together.join(0, prefilled(model, new_kv(), tokens_of(200, 1)), 5)
+    together.join(0, prefilled(model, new_kv(), tokens_of(100 if moves else 200, 1)), 5)
     together.join(1, prefilled(model, new_kv(), tokens_of(190, 2)), 6)
+    if moves:
+        together.join(2, prefilled(model, new_kv(), prompt), prompt[-1])
     together.step()
     for layer in layers_of(together.batch):
         for array in layer._decoded.arrays:
             array[1:2] = float("nan")
     together.leave(1)
-    together.join(2, prefilled(model, new_kv(), prompt), prompt[-1])
-    for _ in range(4):
-        together.step()
-    assert_same(together.logits[2], alone(model, prefilled(model, new_kv(), prompt), prompt[-1], 4))
-
-
-def test_numbers_that_are_none_are_not_left_to_whom_a_leaving_moves(model: Any, new_kv: NewKv) -> None:
-    """The last slot's sequence takes the place of the one that leaves, with fewer rows than that had."""
-    prompt = tokens_of(60, 3)
-    together = Greedy(model, new_kv().pool)
-    together.join(0, prefilled(model, new_kv(), tokens_of(100, 1)), 5)
-    together.join(1, prefilled(model, new_kv(), tokens_of(190, 2)), 6)
-    together.join(2, prefilled(model, new_kv(), prompt), prompt[-1])
-    together.step()
-    for layer in layers_of(together.batch):
-        for array in layer._decoded.arrays:
-            array[1:2] = float("nan")
-    together.leave(1)
-    for _ in range(3):
+    if not moves:
+        together.join(2, prefilled(model, new_kv(), prompt), prompt[-1])
+    for _ in range(3 if moves else 4):
         together.step()
     assert_same(together.logits[2], alone(model, prefilled(model, new_kv(), prompt), prompt[-1], 4))

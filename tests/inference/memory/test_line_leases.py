@@ -470,33 +470,22 @@ def test_a_namespace_that_is_shut_or_lost_its_events_keeps_no_begun_prefix(monke
     run(scenario)
 
 
-def test_a_namespace_that_is_shut_keeps_the_memories_hot_that_nothing_else_has(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("watched", "hot"), [([errors.PermissionDenied("no"), SEALED], ["used", "owed"]), ([ERASED], [])]
+)
+def test_a_shut_namespace_keeps_hot_what_nothing_else_has_and_one_whose_key_was_destroyed_nothing(
+    watched: list[Any], hot: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lines, "LEASE_TTL_S", 0.0)
 
     async def scenario(lab: Lab) -> None:
         for agent in ("stored", "used", "owed"):
             lab.remember(agent, is_safe=agent != "owed")
-        lab.store.watched = [errors.PermissionDenied("no"), SEALED]
-        with lab.line("used").in_use():
-            lab.lines.start()
-            await settle()
-            assert [*lab.engine.hot] == ["used", "owed"]
-            await lab.lines.close()
-
-    run(scenario)
-
-
-def test_nothing_of_a_namespace_whose_key_was_destroyed_stays_hot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "LEASE_TTL_S", 0.0)
-
-    async def scenario(lab: Lab) -> None:
-        for agent in ("stored", "used", "owed"):
-            lab.remember(agent, is_safe=agent != "owed")
-        lab.store.watched = [ERASED]
+        lab.store.watched = watched
         with lab.line("used").in_use():  # the engine drops its memory once no turn of it runs
             lab.lines.start()
             await settle()
-            assert [*lab.engine.hot] == []
+            assert [*lab.engine.hot] == hot
             await lab.lines.close()
 
     run(scenario)
