@@ -43,8 +43,8 @@ def page(here: Path = HERE) -> str:
         "",
         "[All measurements](README.md). Each column is one run of `kvasir prove`, the newest of its "
         "kind of machine. Claims are about exactness, targets about speed and memory. **Bold**: something was missed. "
-        f"Signed JSON of these is in `{KEPT}`, of earlier runs there in git; `kvasir prove --results FILE` checks and shows one, "
-        "with each target. Times of different machines compare only as far as their loads do.",
+        f"Signed JSON of these is in `{KEPT}`, of earlier runs there in git; `kvasir prove --results FILE` checks "
+        "and shows one, with each target. Times of different machines compare only as far as their loads do.",
         "",
         *markdown_table([heading, cards, *map(_marked, rows)]),
     ]
