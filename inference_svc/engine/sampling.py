@@ -286,6 +286,9 @@ class Draws:
     def read_drafted(self) -> list[list[Drawn | KvasirError]]:
         """By sampler, the next tokens: one, and one more behind each draft that was drawn. Waits."""
         tokens, sound = self._numbers()
+        if not any(self._drafts):
+            rows = zip(self._samplers, tokens, sound, self._planned, strict=False)
+            return [[_drawn(*row)] for row in rows]
         return [
             self._read_one(sampler, first, tried, tokens, sound)
             for sampler, first, tried in zip(self._samplers, self._first_rows, self._drafts, strict=True)

@@ -280,9 +280,11 @@ class Sequence:
         self._end_if_only_prompt()
 
     def decoded(self, tokens: int = 1) -> None:
-        if of_prompt := min(tokens, self.cells.rest_tokens):
+        cells = self.cells
+        of_prompt = min(tokens, cells.rest_tokens) if cells.computed < cells.prompt_tokens else 0
+        if of_prompt:
             self.prefilled(of_prompt)
-        self.cells.computed += tokens - of_prompt
+        cells.computed += tokens - of_prompt
         self._report_full_blocks()
 
     def passed(self, rows: int) -> None:

@@ -32,6 +32,7 @@ from inference_svc.turns.prompts.texts import reply_reader
 from inference_svc.turns.turn_data import TurnDelta, TurnStarted
 
 _LOG = structlog.get_logger(__name__)
+_WAITING = (api.Tokens, api.BlocksFull)  # events that may wait for the end of a pause
 _FEW = 4  # readers, each of which gets every token by itself
 
 
@@ -84,13 +85,16 @@ class _Listener:
 
     def __call__(self, events: list[api.Event]) -> None:
         """At the end a copy is asked for here, because the next step may drop this memory for another."""
+        pinning, can_wait = None, True
         for event in events:
+            if isinstance(event, _WAITING):
+                continue
+            can_wait = False
             if (cut := _cut(self._prepared, event)) is not None:
                 self._prepared, self._cuts = cut, self._cuts + 1
-        pinning, prepared = None, self._prepared
-        if self._stream is not None and isinstance(events[-1], api.Ended):
-            pinning = self._stream.pin_rest(self._cuts, len(prepared.stored_blocks), prepared.stored_windows)
-        can_wait = all(isinstance(event, api.Tokens | api.BlocksFull) for event in events)
+            if self._stream is not None and isinstance(event, api.Ended):
+                prepared = self._prepared
+                pinning = self._stream.pin_rest(self._cuts, len(prepared.stored_blocks), prepared.stored_windows)
         self._hand_over(events, pinning, can_wait=can_wait)
 
 

@@ -125,9 +125,10 @@ class StepRows(Generic[TurnT]):
         self._is_known = bool(pressing) and self._beside == before
         chosen |= self._beside
         self._count = len(chosen)
-        if len(chosen) < len(decoding):
-            for turn in chosen:
-                turn.schedule.waits_since_s = now
+        if len(chosen) == len(decoding):
+            return tuple(decoding)
+        for turn in chosen:
+            turn.schedule.waits_since_s = now
         return tuple(turn for turn in decoding if turn in chosen)
 
     def _seated(

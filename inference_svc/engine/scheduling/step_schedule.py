@@ -88,11 +88,12 @@ class StepSchedule(Generic[TurnT]):
         self._rows.took(now, decode_s, is_plain=self._is_plain, is_apart=self._is_apart)
         self._began_s, self._exceeds = now, False
         self._has_begun = self._has_begun and not self._is_plain
-        decoding = [turn for turn in self._turns if _is_decoding(turn)]
+        at_work = [turn for turn in self._turns if not turn.is_cancelled]
+        decoding = [turn for turn in at_work if turn.status is Status.DECODING]
         self._pace = StepPace()
         self._is_plain = self._is_apart = bool(decoding)
         self._time.begin_step(now, len({turn.namespace for turn in decoding}), self._company.places)
-        if all(urgency.is_pressing(turn) for turn in self._turns if _is_prefilling(turn)):
+        if len(decoding) == len(at_work) or all(map(urgency.is_pressing, filter(_is_prefilling, at_work))):
             self._aside.worked(now)
         return self._rows.choose(now, decoding, urgency, may_exceed=may_exceed)
 

@@ -1,5 +1,6 @@
 """What tokens spell, a token at a time, and where stop strings end it."""
 
+import codecs
 import json
 from typing import Any
 
@@ -52,6 +53,14 @@ def test_the_token_that_ends_a_character_completes_it() -> None:
     assert text.spell([0, 1]) == ("a", [1, 0])
     stream = text.stream()
     assert [(stream.push(token), stream.is_whole) for token in (0, 1, 2)] == [("a", True), ("", False), ("ö", True)]
+
+
+@given(st.lists(st.binary(max_size=5) | st.text(max_size=2).map(str.encode)))
+def test_any_bytes_are_spelled_as_the_standard_librarys_decoder_does(pieces: list[bytes]) -> None:
+    stream, standard = TokenText.of_bytes(pieces.__getitem__).stream(), codecs.getincrementaldecoder("utf-8")("replace")
+    for place, piece in enumerate(pieces):
+        assert stream.push(place) == standard.decode(piece)
+        assert stream.is_whole == (not standard.getstate()[0])
 
 
 def test_bytes_that_are_no_text_are_replaced_and_counted() -> None:
