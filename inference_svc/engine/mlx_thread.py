@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import mlx.core as mx
 
-from inference_svc.engine.device.device_errors import DeviceLost
+from inference_svc.engine.device.device_errors import DeviceLost, device_error
 from inference_svc.model.device_memory import forget_frames
 
 _IDLE_POLL_S = 1.0
@@ -60,7 +60,8 @@ class MlxThread(Generic[WorkerT]):
         )  # with the error that ended the thread before `close`; it is set on the thread
         self._clock = clock
         self._seen_s = clock()
-        self._lost: WorkerT | None = None
+        self._is_lost = False  # the device, for this process
+        self._kept: WorkerT | None = None
         made: Future[None] = Future()
         # Not a daemon: a daemon that is busy at exit aborts the process.
         self._thread = threading.Thread(target=self._run, args=(make_worker, made), name=name, daemon=False)
@@ -94,6 +95,7 @@ class MlxThread(Generic[WorkerT]):
         try:
             worker = make_worker()
         except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
+            self._is_lost = isinstance(device_error(error), DeviceLost)
             made.set_exception(error)
         else:
             made.set_result(None)
@@ -102,17 +104,17 @@ class MlxThread(Generic[WorkerT]):
             except Exception as error:
                 self._end()
                 if isinstance(error, DeviceLost):
-                    self._lost = worker  # to free its memory would end the process
+                    self._is_lost, self._kept = True, worker  # to free its memory would end the process
                 else:
                     forget_frames(error)
-                if self._lost is not None or not self._is_closing.is_set():
+                if self._is_lost or not self._is_closing.is_set():
                     self.failed.set_exception(error)
                 raise
             finally:
                 del worker  # its arrays go before the streams do
         finally:
             self._end()
-            if self._lost is None:
+            if not self._is_lost:
                 # Without this the process dies with SIGABRT at exit in one run of three.
                 mx.synchronize()
                 mx.clear_streams()

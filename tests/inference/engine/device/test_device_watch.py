@@ -178,15 +178,21 @@ def test_mlx_counts_on_what_a_card_has_free_and_on_its_own(monkeypatch: pytest.M
         mx.set_memory_limit(before)
 
 
-def test_an_engine_whose_device_has_no_room_for_its_pages_is_refused_with_numbers(
-    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("words", "kind", "told"),
+    [
+        (NO_MEMORY, ResourceExhausted, r"no room to compute \(total \d+\.\d\d GiB, own .* out of memory"),
+        (LOST, DeviceLost, "illegal memory access"),
+    ],
+)
+def test_an_engine_whose_device_fails_as_it_opens_is_refused_in_words(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, kind: type[KvasirError], told: str
 ) -> None:
-    def refused(*_given: Any) -> Any:
-        raise RuntimeError(NO_MEMORY)
-
-    monkeypatch.setattr("inference_svc.engine.engine.EngineWorker", refused)
-    with pytest.raises(ResourceExhausted, match=r"no room to compute \(total \d+\.\d\d GiB, own .* out of memory"):
+    seen = _Seen(monkeypatch)
+    monkeypatch.setattr("inference_svc.engine.engine.EngineWorker", lambda *_given: seen.fail(words))
+    with pytest.raises(kind, match=told):
         Engine.open(model_dir, cache_dir=tmp_path, memory_budget_bytes=64 << 20)
+    assert len(seen.alive) == (words == NO_MEMORY), "each call of a lost device fails"
 
 
 def test_a_refusal_is_no_reason_to_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
