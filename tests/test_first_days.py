@@ -22,7 +22,7 @@ EDGES = {
         "test_the_curl_of_the_readme_is_remembered",
         "test_append_takes_only_what_follows_the_last_reply",
     ),
-    "6: forced tool calls are refused": ("test_a_forced_call_is_of_a_tool_asked_for_and_fits_its_schema",),
+    "6: forced tool calls are refused": ("test_a_forced_call_is_of_a_tool_requested_and_fits_its_schema",),
     "7: settings that clients send unasked are refused": (
         "test_a_field_that_changes_no_meaning_is_ignored_and_reported",
     ),
@@ -35,8 +35,8 @@ EDGES = {
         "test_titles_are_first_words_or_a_label_and_are_searched_and_reading_them_is_no_use",
     ),
     "10: nobody says why nothing was reused": (
-        "test_an_answer_says_what_was_reused_and_where_its_prompt_parted_from_the_memory",
-        "test_a_talk_says_where_its_prompt_parted_from_the_memory",
+        "test_an_answer_reports_what_was_reused_and_where_its_prompt_parted_from_the_memory",
+        "test_a_talk_reports_where_its_prompt_parted_from_the_memory",
     ),
     "11: a README's first prompt has no end": "the example is a chat now; the client's own tests run its calls",
     "12: nothing is published, and no page says how to depend on a client": (
@@ -73,7 +73,9 @@ EDGES = {
         "test_a_first_turn_is_waited_for_and_the_command_reports_it",
         "test_a_live_move_needs_nothing_but_the_pairing",
     ),
-    "22: chat waits for a hung engine without end": ("test_an_engine_that_hangs_is_told_from_one_that_does_not_run",),
+    "22: chat waits for a hung engine without end": (
+        "test_an_engine_that_hangs_is_distinguished_from_one_that_does_not_run",
+    ),
     "23: up.json has addresses without a scheme": ("test_the_gateway_is_a_service_like_the_others",),
     "24: the audit lists each turn": ("test_the_audit_shows_what_needs_attention_and_a_call_once",),
     "25: a transfer's line counts blobs": ("test_a_first_turn_is_waited_for_and_the_command_reports_it",),

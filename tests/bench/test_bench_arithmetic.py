@@ -45,7 +45,7 @@ def test_a_round_that_warms_up_is_in_no_median_and_work_may_measure_itself() -> 
     assert median_time(lambda: None, 3, lambda: next(clock)) == 2.0
 
 
-def test_gaps_are_those_that_touch_the_time_asked_for() -> None:
+def test_gaps_are_those_that_touch_the_time_requested() -> None:
     times = [0.0, 1.0, 3.0, 6.0, 10.0]
     assert gaps(times, 2.0, 5.0) == [2.0, 3.0]
     assert gaps(times, 0.0, 10.0) == [1.0, 2.0, 3.0, 4.0]
@@ -67,7 +67,7 @@ def test_a_target_is_met_at_its_limit(target: Target, is_met: bool) -> None:
     assert row["wanted"] == (f"<= {target.limit}" if target.is_most else f">= {target.limit}")
 
 
-def test_a_row_is_told_with_four_digits_and_whole_counts() -> None:
+def test_a_row_is_reported_with_four_digits_and_whole_counts() -> None:
     assert rounded_row({"seconds": 0.123456, "count": 123456, "ratio": None}) == {
         "seconds": 0.1235,
         "count": 123456,

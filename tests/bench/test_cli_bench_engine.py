@@ -74,7 +74,7 @@ def test_the_help_names_every_key(tmp_path: Path) -> None:
         assert all(f"{key}: " in told for key, meaning in keys.items() if meaning), case
 
 
-def test_an_engine_that_cannot_be_measured_says_why(tmp_path: Path) -> None:
+def test_an_engine_that_cannot_be_measured_reports_why(tmp_path: Path) -> None:
     ended = Cli(tmp_path)("bench", "engine", "--quick", "--only", "matching", "--model", str(tmp_path))
     assert ended.code != 0
     assert "config.json" in ended.err

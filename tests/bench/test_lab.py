@@ -119,7 +119,7 @@ def test_a_text_is_computed_once_for_all_of_its_lengths(
     assert lab.engine.memory_used_bytes == before
 
 
-def test_lengths_asked_for_are_cut_to_the_context_and_stand_once(new_lab: Callable[..., Lab]) -> None:
+def test_lengths_requested_are_cut_to_the_context_and_stand_once(new_lab: Callable[..., Lab]) -> None:
     assert new_lab().lengths(64, 128, 512) == [128, 512]
     lab = new_lab(lengths=(32768, 1024, 8192))
     assert lab.lengths(64, 128) == [1024, lab.engine.model.context_tokens - 512]

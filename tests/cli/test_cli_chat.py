@@ -359,7 +359,9 @@ def test_the_shell_completes_agents_and_policies(cli: Cli, options: tuple[str, .
     assert completions(*options, "models", "load", "kv") == ["kvasir-tiny"]
 
 
-def test_a_talk_says_where_its_prompt_parted_from_the_memory(house: House, cli: Cli, options: tuple[str, ...]) -> None:
+def test_a_talk_reports_where_its_prompt_parted_from_the_memory(
+    house: House, cli: Cli, options: tuple[str, ...]
+) -> None:
     with house.client() as engine:
         asked = [{"role": "user", "content": "Hello."}]
         engine.reply(agent_id="tooled", append_messages=asked, tools=[pb.Tool(name="look")], max_tokens=4)

@@ -72,7 +72,7 @@ def test_status_names_a_sealed_namespace_whose_master_key_the_store_lacks() -> N
         shutil.rmtree(home)
 
 
-def test_a_key_beside_the_data_is_said_to_open_every_backup(tmp_path: Path) -> None:
+def test_a_key_beside_the_data_is_reported_to_open_every_backup(tmp_path: Path) -> None:
     cli = Cli(tmp_path / "home")
     assert "opens everything" in cli.done("keys", "new", "work").out
     assert "The audit" in " ".join(cli.done("keys", "new", "--help").out.split())

@@ -92,7 +92,7 @@ def test_the_quality_bench_measures_every_rung_beside_exact_kv_and_mlx_lms_own()
     assert right == [results["reference"]["recall"]["right"]] * len(right)
 
 
-def test_the_quality_bench_says_what_is_wrong_with_a_model(tmp_path: Path) -> None:
+def test_the_quality_bench_reports_what_is_wrong_with_a_model(tmp_path: Path) -> None:
     refused = Cli(tmp_path)("bench", "quality", "--quick", "--model", str(tmp_path))
     assert refused.code != 0
     assert "config.json" in refused.err

@@ -119,7 +119,7 @@ def test_a_command_waits_for_another_that_changes_the_tokens(tmp_path: Path) -> 
     assert read_token(tmp_path / "tokens" / "eve.token")
 
 
-def test_a_home_without_credentials_says_what_makes_them_and_is_not_made(tmp_path: Path) -> None:
+def test_a_home_without_credentials_reports_what_makes_them_and_is_not_made(tmp_path: Path) -> None:
     for words in (("ls",), ("rm", "ben")):
         ended = in_process("--home", tmp_path / "none", "tokens", *words)
         assert ended.code == 4

@@ -288,7 +288,7 @@ _OLD_GRPC = "import grpc\ngrpc.__version__ = '1.0.0'\n"
     [(_OLD_PROTOBUF, "--help"), (_OLD_PROTOBUF, "up -d"), (_OLD_GRPC, "up -d"), (_OLD_GRPC, "up -d --store")],
     ids=["protobuf", "protobuf, up -d", "gRPC, up -d", "gRPC, a store elsewhere"],
 )
-def test_libraries_older_than_the_messages_are_told_in_a_line_and_not_by_a_traceback(
+def test_libraries_older_than_the_messages_are_reported_in_a_line_and_not_by_a_traceback(
     old: str, words: str, tmp_path: Path
 ) -> None:
     """As after `git pull` without `make install`."""

@@ -142,7 +142,7 @@ def test_the_gateway_counts_its_answers_by_route_and_names_no_path_of_a_caller(w
 
 
 @pytest.mark.parametrize("service", ["store", "engine", "gateway"])
-def test_each_says_which_build_it_is(watched: Watched, service: str) -> None:
+def test_each_reports_which_build_it_is(watched: Watched, service: str) -> None:
     labels = watched.scrape(service).labels("kvasir_build_info")
     assert (labels["service"], labels["version"]) == (service, "0.1.0")
     assert labels["device"] == ("" if service != "engine" else labels["device"] or "none")

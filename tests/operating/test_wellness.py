@@ -31,7 +31,7 @@ def test_a_killed_store_turns_engine_and_gateway_unwell_and_back(watched: Watche
     eventually(lambda: watched.problems("gateway") == (200, []))
 
 
-def test_each_service_says_what_it_could_not_read_again(watched: Watched) -> None:
+def test_each_service_reports_what_it_could_not_read_again(watched: Watched) -> None:
     house = watched.front.house
     file = house.root / "credentials.toml"
     pids = {"store": house.store.pid, "engine": house.engine.pid, "gateway": watched.front.gateway.pid}
@@ -53,7 +53,7 @@ def test_each_service_says_what_it_could_not_read_again(watched: Watched) -> Non
 
 
 @pytest.mark.long(8)
-def test_a_hung_store_and_a_hung_engine_are_told_by_those_who_ask_them(watched: Watched) -> None:
+def test_a_hung_store_and_a_hung_engine_are_reported_by_those_who_ask_them(watched: Watched) -> None:
     house = watched.front.house
     house.store.freeze()
     try:  # a store that answered a moment ago is busy

@@ -49,7 +49,7 @@ def test_what_ships_is_listed_shown_and_described() -> None:
     assert json.loads(in_process("scenario", "schema").out) == json_schema()
 
 
-def test_a_run_that_sigterm_ends_says_how_to_go_on(tmp_path: Path) -> None:
+def test_a_run_that_sigterm_ends_reports_how_to_go_on(tmp_path: Path) -> None:
     with Cli(tmp_path / "home").running("scenario", "run", "gossip", "--retries", "99") as run:
         eventually(lambda: "retrying in" in run.err)
         run.process.send_signal(signal.SIGTERM)
@@ -97,7 +97,7 @@ def test_a_report_is_written_of_the_newest_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", ["kvasir_orchestrator", "jinja2", "yaml"])
-def test_without_the_extra_a_command_says_which(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+def test_without_the_extra_a_command_reports_which(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     monkeypatch.delitem(sys.modules, "kvasir.cli.scenarios.runs", raising=False)
     monkeypatch.delattr("kvasir.cli.scenarios.runs", raising=False)
     for name in [each for each in sys.modules if each.split(".")[0] == "kvasir_orchestrator"]:

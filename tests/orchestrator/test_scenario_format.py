@@ -191,7 +191,7 @@ def test_a_few_values_cannot_spell_gigabytes() -> None:
         Scenario.parse(text)
 
 
-def test_all_problems_are_told_at_once_in_order() -> None:
+def test_all_problems_are_reported_at_once_in_order() -> None:
     text = RIGHT.replace("rounds: 2", "rounds: two").replace("name: Dan", "nam: Dan")
     with pytest.raises(ScenarioInvalid) as caught:
         Scenario.parse(text)

@@ -58,7 +58,7 @@ def test_a_page_has_every_turn_outcome_and_agent_also_of_a_run_that_was_stopped(
         assert html_page(scenario, "run", {})
 
 
-def test_the_table_says_who_could_see_what() -> None:
+def test_the_table_reports_who_could_see_what() -> None:
     page = html_page(Scenario.shipped("prisoners-dilemma"), "run", {})
     [row] = re.findall(r"<tr><td>Phase 4.*?</tr>", page)
     assert re.sub(r"<[^>]+>", "|", row).split("||")[2:-1] == ["speaks; hears all"] * 3 + ["may read all"]

@@ -308,7 +308,9 @@ async def _last(events: AsyncIterator[Event]) -> Event:
 
 
 @pytest.mark.long(4)
-async def test_a_turn_that_breaks_is_asked_for_again_and_that_is_told(house: House, reference: dict[int, str]) -> None:
+async def test_a_turn_that_breaks_is_requested_again_and_that_is_reported(
+    house: House, reference: dict[int, str]
+) -> None:
     scenario, events = named("breaks"), []
     async with AioInferenceClient.connect(house.engine.address) as client:
         async for event in run(scenario, EngineMemory(client), retries=Retries(times=20, wait_s=0.2)):

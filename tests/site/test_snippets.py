@@ -77,7 +77,7 @@ SNIPPETS: Mapping[str, Mapping[str, tuple[str, ...] | str]] = {
     "compose/README.md": {
         "uv tool install": _INSTALLED,
         "kvasir up --model": "1.8 GB that no test fetches; its flags: test_every_flag_of_up_arrives_in_its_services",
-        "kvasir up --listen": ("test_up_over_tcp_asks_for_its_token_hands_its_kv_policy_on_and_ends_whole",),
+        "kvasir up --listen": ("test_up_over_tcp_requests_its_token_hands_its_kv_policy_on_and_ends_whole",),
         "kvasir up -d": ("test_an_agent_moves_between_two_macs_as_compose_says",),
         "kvasir up": ("test_the_gateway_is_a_service_like_the_others",),
         "memory-gib = 16": ("test_every_option_of_a_settings_file_arrives_in_its_service",),

@@ -259,7 +259,7 @@ def test_a_damaged_blob_is_named_once_never_served_and_may_be_written_again(lab:
     assert store.statistics.of(NS).blob_bytes == stored
 
 
-def test_a_damaged_blob_written_again_rests_anew(lab: Lab) -> None:
+def test_a_damaged_blob_written_again_rests_again(lab: Lab) -> None:
     digest, data = a_block()
     with lab.open(grace_period_s=100.0) as store:
         write(store, digest, data, TENSORS)

@@ -168,7 +168,7 @@ def test_writers_and_a_collector_without_grace_never_make_a_row_without_bytes(la
         assert store.statistics.of(NS).blob_bytes == stats.blob_bytes
 
 
-def test_deleting_an_agent_says_when_its_bytes_go_and_they_do(lab: Lab) -> None:
+def test_deleting_an_agent_reports_when_its_bytes_go_and_they_do(lab: Lab) -> None:
     with opened(lab) as store:
         agent = SyntheticAgent(SMALL, 1)
         publish(store, "a", agent.turn(300), 0)

@@ -333,7 +333,7 @@ def test_what_is_refused_for_another_reason_waits_for_nobody(store: Store) -> No
     assert store.leases.renew_all(NS, "engine-1", KV, [HeldLease("a", 1), HeldLease("nobody", 1)], 10).lost == ()
 
 
-def test_another_owner_asks_and_the_holder_is_told_once_and_keeps_it_while_it_needs_it(store: Store) -> None:
+def test_another_owner_asks_and_the_holder_hears_it_once_and_keeps_it_while_it_needs_it(store: Store) -> None:
     token = store.leases.acquire(NS, "a", KV, "engine-1", 10).token
     cursor = store.events.after(NS, None).cursor
     for asks in (False, True, True):

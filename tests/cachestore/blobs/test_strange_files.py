@@ -122,7 +122,7 @@ def test_a_commit_under_an_absurd_clock_can_be_told(lab: Lab, now_s: float) -> N
         assert store.agents.delete(NS, "a").bytes_gone_by_unix_ms >= 0
 
 
-def test_a_time_beyond_9999_that_was_stored_before_is_told_as_its_end(store: Store) -> None:
+def test_a_time_beyond_9999_that_was_stored_before_is_reported_as_its_end(store: Store) -> None:
     publish(store, "a", SyntheticAgent(SMALL, 1).turn(30), 0)
     store._core.catalog.write(NS, lambda rows: rows.run("UPDATE lines SET used_unix_ms = :at", at=1 << 60))
     [agent] = store.agents.page(NS).agents

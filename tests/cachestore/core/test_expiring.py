@@ -52,7 +52,7 @@ def machine(lab: Lab) -> Machine:
     return Machine(lab)
 
 
-def test_an_agent_goes_when_its_time_is_over_and_is_told_before(machine: Machine) -> None:
+def test_an_agent_goes_when_its_time_is_over_and_is_reported_before(machine: Machine) -> None:
     with machine.lab.open() as store:
         publish(store, "kept", TURN, 0)
         publish(store, "ada", TURN, 0)
@@ -83,7 +83,7 @@ def test_a_namespace_may_have_a_time_and_a_label_says_otherwise(machine: Machine
 
 
 @pytest.mark.parametrize("set_by_s", [0.0, -10 * DAY, 5 * HOUR])
-def test_every_use_begins_the_time_anew_also_when_the_clock_was_set(machine: Machine, set_by_s: float) -> None:
+def test_every_use_begins_the_time_again_also_when_the_clock_was_set(machine: Machine, set_by_s: float) -> None:
     uses: list[Callable[[Store], object]] = [
         lambda store: store.snapshots.get(NS, "ada"),
         lambda store: store.agents.update(NS, "ada", {"project": "x"}),

@@ -135,7 +135,7 @@ def test_an_agents_labels_take_little_however_they_are_set(store: Store) -> None
     assert set(store.agents.get(NS, "a").labels) == {"first", "second", "third"}
 
 
-def test_agents_are_asked_for_by_a_few_labels_only(store: Store) -> None:
+def test_agents_are_requested_by_a_few_labels_only(store: Store) -> None:
     with pytest.raises(InvalidArgument) as refused:
         store.agents.page(NS, labels={f"k{number}": "v" for number in range(65)})
     assert refused.value.field == "labels"

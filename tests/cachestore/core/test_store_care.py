@@ -170,7 +170,7 @@ def test_a_start_sweeps_what_a_crash_left_and_nothing_else(lab: Lab) -> None:
         assert_restores(store, store.snapshots.get(NS, "a"), content)
 
 
-def test_a_start_finds_a_row_without_its_file_and_says_so(lab: Lab) -> None:
+def test_a_start_finds_a_row_without_its_file_and_reports_it(lab: Lab) -> None:
     content = SyntheticAgent(SMALL, 1).turn(300)
     with lab.open() as store:
         publish(store, "a", content, 0)

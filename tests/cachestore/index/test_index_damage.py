@@ -146,7 +146,7 @@ def test_another_stores_database_is_refused(lab: Lab, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", ["missing", "cut", "flipped", "foreign", "directory"])
-def test_a_journal_that_is_lost_is_written_anew_from_a_sound_index(lab: Lab, tmp_path: Path, harm: str) -> None:
+def test_a_journal_that_is_lost_is_written_again_from_a_sound_index(lab: Lab, tmp_path: Path, harm: str) -> None:
     contents = leave(lab, tmp_path / "left")
     other = Lab(tmp_path / "theirs", chance=Chance(100))
     with other.open() as store:

@@ -230,7 +230,7 @@ def test_what_is_no_file_is_no_journal(tmp_path: Path) -> None:
     assert journal.read(tmp_path / "nothing", Disk()) is None
 
 
-def test_positions_say_how_far_two_histories_are_one(tmp_path: Path) -> None:
+def test_positions_report_how_far_two_histories_are_one(tmp_path: Path) -> None:
     assert begin("a") != begin("b")
     assert group_line(begin("a"), ["[]"])[1] != group_line(begin("a"), ["[1]"])[1]
     assert isinstance(begin("a"), Position)

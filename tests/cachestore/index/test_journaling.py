@@ -56,7 +56,7 @@ class OrderedDisk(Disk):
             self.effects.append(what)
 
 
-def test_a_group_is_synced_before_it_is_committed_and_only_one_that_changes_agents_is_told(lab: Lab) -> None:
+def test_a_group_is_synced_before_it_is_committed_and_only_one_that_changes_agents_is_reported(lab: Lab) -> None:
     disk = OrderedDisk(lab.root / JOURNAL)
     content = SyntheticAgent(SMALL, 1).turn(30)
     with lab.open(disk) as store:
@@ -205,7 +205,7 @@ def test_a_journal_shortened_beside_a_commit_that_fails_tells_nothing_of_it(
         assert store.snapshots.get(NS, "a").version == 9
 
 
-def test_labels_pins_forks_rollbacks_and_deletions_are_told_to_the_journal(lab: Lab) -> None:
+def test_labels_pins_forks_rollbacks_and_deletions_reach_the_journal(lab: Lab) -> None:
     agent = SyntheticAgent(SMALL, 1)
 
     def work(store: Store) -> None:

@@ -249,7 +249,7 @@ def test_a_turn_on_an_imported_version_has_no_text_of_its_own_though_the_newest_
     assert (made.is_brought, made.is_text_own) == (True, False)
 
 
-def test_a_turn_on_what_was_brought_binds_nothing_also_if_its_manifest_says_so(store: Store) -> None:
+def test_a_turn_on_what_was_brought_binds_nothing_also_if_its_manifest_claims_it(store: Store) -> None:
     """The engine never says so; the store does not depend on it."""
     for identity in (SMALL, WINDOWED):
         agent = SyntheticAgent(identity, 1, engine_seed=FORGED)
@@ -301,7 +301,7 @@ def test_what_a_manifest_says_is_not_believed_even_if_its_blobs_are_ours(store: 
     assert len(prefix_of(store, NS, KV, agent.block_hashes(NS))) == 2
 
 
-def test_an_engine_that_knows_where_its_rows_came_from_can_say_so(store: Store) -> None:
+def test_an_engine_that_knows_where_its_rows_came_from_can_report_it(store: Store) -> None:
     """Its hot memory may outlive the store's last copy of the bytes, and their mark."""
     content = archive(0, FORGED, 1)
     upload(store, content)

@@ -85,7 +85,7 @@ def test_watchers_lost_events_and_no_lease_generation_comes_again(life: Life, ki
         assert isinstance(taken, LeaseToken)
 
 
-def test_a_version_whose_manifest_is_gone_is_told_by_agent_and_version(life: Life, killed: Lab) -> None:
+def test_a_version_whose_manifest_is_gone_is_reported_by_agent_and_version(life: Life, killed: Lab) -> None:
     with Lab(killed.root, chance=Chance(7)).open() as store:
         head = store.snapshots.get(OTHER_NS, "bob")
         content = store.blobs.read(OTHER_NS, head.manifest)

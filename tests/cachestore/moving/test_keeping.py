@@ -84,7 +84,7 @@ def test_a_peer_that_does_not_answer_keeps_no_agent_of_others_waiting(lab: Lab, 
         asyncio.run(kept(store, lab, addresses, is_done, 10))
 
 
-def test_a_peer_is_told_under_the_name_that_it_had_when_the_claim_was_made(lab: Lab, tmp_path: Path) -> None:
+def test_a_peer_hears_under_the_name_that_it_had_when_the_claim_was_made(lab: Lab, tmp_path: Path) -> None:
     """A claim or a move that runs while its peer is renamed notes the earlier name after all others were changed."""
     with lab.open() as store, store_home(tmp_path / "there") as home:
         there = home.start()

@@ -134,7 +134,7 @@ def test_a_caller_does_not_make_an_agent_another_one(pair: tuple[Mac, Mac]) -> N
 
 
 @pytest.mark.long(6)
-def test_a_forced_claim_is_told_to_a_peer_that_could_not_be_asked(pair: tuple[Mac, Mac]) -> None:
+def test_a_forced_claim_is_reported_to_a_peer_that_could_not_be_asked(pair: tuple[Mac, Mac]) -> None:
     """If it knows of moves of that agent; one of its own that has the same name stays its own."""
     laptop, studio = pair
     two_of_one_name(pair, "a stranger")

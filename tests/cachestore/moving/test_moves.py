@@ -179,7 +179,7 @@ def test_an_agent_with_as_many_labels_as_it_may_have_moves_and_comes_back(
     assert laptop.get_agent(name).labels == {**made, "00": "y"}
 
 
-def test_a_peer_of_another_version_that_does_not_take_an_agent_is_told_from_one_that_failed() -> None:
+def test_a_peer_of_another_version_that_does_not_take_an_agent_is_distinguished_from_one_that_failed() -> None:
     """A store of yesterday counted the id of the first move as a label of the caller's."""
     with pytest.raises(
         FailedPrecondition, match="peer b does not take it: labels: expected at most 64, got 65"

@@ -106,7 +106,7 @@ def test_a_forced_claim_is_above_an_owner_that_only_a_peer_has_heard_of(
 
 
 @pytest.mark.long(3)
-def test_a_destination_that_received_asks_for_the_decision_after_a_crash(
+def test_a_destination_that_received_requests_the_decision_after_a_crash(
     tmp_path_factory: pytest.TempPathFactory, name: str
 ) -> None:
     with macs(tmp_path_factory.mktemp("crash"), "--move-patience-s", "2") as (source, target):

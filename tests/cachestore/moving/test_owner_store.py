@@ -249,7 +249,7 @@ def test_an_agent_whose_first_move_may_be_lost_waits_for_a_claim(lab: Lab) -> No
         assert caught.value.reason == "AGENT_MOVING"
 
 
-def test_an_agent_that_is_named_anew_is_no_other_stores(lab: Lab) -> None:
+def test_an_agent_that_is_named_again_is_no_other_stores(lab: Lab) -> None:
     with_three(lab)
     (lab.root / journal.NAME).unlink()
     lose_the_index(lab)

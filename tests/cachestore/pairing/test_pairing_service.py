@@ -137,7 +137,7 @@ async def test_a_joiner_that_leaves_while_it_is_pinned_is_a_peer_that_the_host_k
     assert host.pinned == [card_of(JOINER, "joiner")]
 
 
-async def test_a_wrong_code_is_told_on_both_sides_and_the_right_one_still_works() -> None:
+async def test_a_wrong_code_is_reported_on_both_sides_and_the_right_one_still_works() -> None:
     host = Host()
     async with host.listening() as address:
         with pytest.raises(PermissionDenied, match="4 guesses") as told:

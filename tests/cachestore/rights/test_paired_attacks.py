@@ -488,7 +488,7 @@ def test_names_that_kvasir_makes_are_reserved() -> None:
         assert made.startswith(RESERVED_PREFIXES)
 
 
-def test_every_verb_of_the_protocol_has_its_states_and_says_what_it_needs() -> None:
+def test_every_verb_of_the_protocol_has_its_states_and_reports_what_it_needs() -> None:
     assert set(rights.EFFECTS) == set(rights.Verb)
     assert set(rights.NEEDS) <= set(rights.Verb)
 

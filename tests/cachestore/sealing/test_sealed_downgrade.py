@@ -79,7 +79,7 @@ def test_the_mark_alone_knows_it_before_the_first_start(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("lost", [("kvasir.sqlite3",), ("kvasir.sqlite3", "journal")])
-def test_an_index_is_not_built_anew_from_sealed_files_as_if_they_were_plain(lab: Lab, lost: tuple[str, ...]) -> None:
+def test_an_index_is_not_built_again_from_sealed_files_as_if_they_were_plain(lab: Lab, lost: tuple[str, ...]) -> None:
     left_behind(lab)
     delete(lab)
     for name in lost:
@@ -88,7 +88,7 @@ def test_an_index_is_not_built_anew_from_sealed_files_as_if_they_were_plain(lab:
         recover(lab.config(), Means(lab.clock, Chance(500)), [NS, PLAIN_NS], lambda *_: None, lab.masters)
 
 
-def test_in_an_emptied_directory_what_the_owner_lists_is_refused_until_it_is_sealed_anew(lab: Lab) -> None:
+def test_in_an_emptied_directory_what_the_owner_lists_is_refused_until_it_is_sealed_again(lab: Lab) -> None:
     left_behind(lab)
     shutil.rmtree(lab.root)
     with lab.open(sealed_namespaces=(NS,)) as store:

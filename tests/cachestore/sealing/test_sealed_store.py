@@ -323,7 +323,7 @@ def test_an_interrupted_write_goes_on_where_it_was(lab: Lab, size: int) -> None:
 @pytest.mark.parametrize(
     "lost", [("kvasir.sqlite3",), pytest.param(("kvasir.sqlite3", "journal"), marks=pytest.mark.long(2))]
 )
-def test_a_lost_index_of_a_sealed_namespace_is_built_anew_with_its_key(lab: Lab, lost: tuple[str, ...]) -> None:
+def test_a_lost_index_of_a_sealed_namespace_is_built_again_with_its_key(lab: Lab, lost: tuple[str, ...]) -> None:
     agent = SyntheticAgent(MIXED, 5)
     with lab.open() as store:
         turns = [agent.turn(300, is_prompt=True) for _ in range(2)]

@@ -175,7 +175,7 @@ def test_a_destroyed_key_is_gone_from_the_disk_and_the_namespace_never_opens_aga
         care(lab).seal(NS, NEW)
 
 
-def test_one_damaged_copy_of_a_key_is_mended_and_two_shut_the_namespace(lab: Lab) -> None:
+def test_one_damaged_copy_of_a_key_is_repaired_and_two_shut_the_namespace(lab: Lab) -> None:
     ours, _ = left_behind(lab)
     path = lab.root / "keys" / namespace_place(NS)
     whole = path.read_bytes()

@@ -76,7 +76,9 @@ def test_what_the_scrub_finds_damaged_comes_back_from_a_peer(
         assert scrubbed(here).blobs_damaged == 0
 
 
-def test_a_scrub_that_is_asked_for_mends_and_says_what(home: StoreHome, there: RunningStore, tmp_path: Path) -> None:
+def test_a_scrub_that_is_requested_repairs_and_reports_what(
+    home: StoreHome, there: RunningStore, tmp_path: Path
+) -> None:
     here = start_here(home, tmp_path, there.address)
     with here.client() as client:
         publish(client, "ada", TURN, 0)

@@ -52,7 +52,7 @@ def test_an_attack_whose_calls_are_wrong_ends_instead_of_attacking_nothing(refus
         asyncio.run(scene())
 
 
-def test_rows_have_names_of_their_own_and_say_what_they_do() -> None:
+def test_rows_have_names_of_their_own_and_report_what_they_do() -> None:
     assert len({each.name for each in ROWS}) == len(ROWS)
     assert [each.name for each in ROWS if not each.attack.__doc__] == []
 
@@ -78,7 +78,7 @@ def test_one_slow_call_in_fifty_is_seen() -> None:
     assert verdict.problems == ["look 5.00 s, alone 0.010 s"]
 
 
-def test_misses_refusals_and_memory_are_told() -> None:
+def test_misses_refusals_and_memory_are_reported() -> None:
     verdict = row("stats")
     with verdict.attacked.timed("turn"):
         raise ResourceExhausted("full", reason="QUEUE_FULL")

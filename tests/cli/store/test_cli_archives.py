@@ -78,9 +78,7 @@ def test_what_opens_a_sealed_file_is_refused_for_another_file(cli: Cli, ada: Syn
     assert cli("agents", "show", "new").code == 5
 
 
-def test_an_export_keeps_an_older_file_unless_it_is_told_to_replace_it(
-    cli: Cli, ada: SyntheticAgent, tmp_path: Path
-) -> None:
+def test_an_export_keeps_an_older_file_unless_it_may_replace_it(cli: Cli, ada: SyntheticAgent, tmp_path: Path) -> None:
     file = tmp_path / "ada.tar"
     file.write_text("older")
     refused = cli("agents", "export", "ada", file, "--json")

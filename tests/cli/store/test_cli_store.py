@@ -212,13 +212,13 @@ def test_a_chat_tells_of_the_line_that_was_used_last(
     client.delete_agent("two models")
 
 
-def test_a_pull_from_a_peer_that_is_not_configured_says_so(cli: Cli) -> None:
+def test_a_pull_from_a_peer_that_is_not_configured_reports_it(cli: Cli) -> None:
     refused = cli("agents", "pull", "nowhere", "ada", "--json")
     assert refused.code == 5
     assert refused.value["error"]["reason"] == "PEER_UNKNOWN"
 
 
-def test_stats_gc_and_scrub_say_what_they_found(cli: Cli, ada: SyntheticAgent) -> None:
+def test_stats_gc_and_scrub_report_what_they_found(cli: Cli, ada: SyntheticAgent) -> None:
     stats = cli.done("store", "stats", "--json").value
     assert stats["agent_count"] == 1
     assert isinstance(stats["counters"], dict)
@@ -257,7 +257,7 @@ def test_an_unknown_agent_is_not_found(cli: Cli) -> None:
     assert len(cli("agents", "show", "nobody").err.splitlines()) == 1
 
 
-def test_a_store_that_does_not_run_is_said_in_one_line(tmp_path: Path) -> None:
+def test_a_store_that_does_not_run_is_reported_in_one_line(tmp_path: Path) -> None:
     nobody = Cli(tmp_path)("agents", "ls")
     assert nobody.code == 3
     assert nobody.err.startswith("kvasir: no store answers at unix:")

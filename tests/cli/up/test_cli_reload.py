@@ -35,7 +35,7 @@ def engine(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
     process.wait()
 
 
-def test_a_service_that_ends_meanwhile_is_told_at_once_and_keeps_no_old_set(
+def test_a_service_that_ends_meanwhile_is_reported_at_once_and_keeps_no_old_set(
     engine: "subprocess.Popen[bytes]", tmp_path: Path
 ) -> None:
     threading.Thread(target=engine.wait).start()

@@ -254,7 +254,7 @@ def test_doctor_finds_the_model_and_the_services(cli: Cli) -> None:
 
 
 @pytest.mark.long(2)
-def test_doctor_says_what_is_wrong_with_a_model(cli: Cli, tmp_path: Path) -> None:
+def test_doctor_reports_what_is_wrong_with_a_model(cli: Cli, tmp_path: Path) -> None:
     found = cli("doctor", "--model", str(tmp_path))
     assert found.code == 1
     assert "config.json" in found.out
@@ -269,7 +269,7 @@ def test_home_and_what_lies_in_it_are_the_owners_alone(cli: Cli) -> None:
         assert path.stat().st_mode & 0o077 == 0, path
 
 
-def test_reload_is_heard_by_each_service_and_told_in_the_audit(cli: Cli) -> None:
+def test_reload_is_heard_by_each_service_and_reported_in_the_audit(cli: Cli) -> None:
     told = cli.done("reload", "--json").value
     assert {name: (line["outcome"], line["parts"]) for name, line in told.items()} == {
         "store": ("allowed", "credentials peers"),
@@ -319,7 +319,7 @@ def test_a_new_namespace_remembers_after_a_reload(cli: Cli) -> None:
 
 
 @pytest.mark.long(3)
-def test_status_says_where_the_metrics_of_each_are(cli: Cli) -> None:
+def test_status_reports_where_the_metrics_of_each_are(cli: Cli) -> None:
     eventually(lambda: cli("status", "--json").code == 0)
     rows = {row["name"]: row for row in cli.done("status", "--json").value["services"]}
     ports = [parse_address(rows[name]["metrics"]).port for name in ("engine", "store", "http")]
@@ -333,7 +333,7 @@ def test_status_says_where_the_metrics_of_each_are(cli: Cli) -> None:
 
 
 @pytest.mark.long(12)
-def test_an_engine_that_hangs_is_told_from_one_that_does_not_run(cli: Cli) -> None:
+def test_an_engine_that_hangs_is_distinguished_from_one_that_does_not_run(cli: Cli) -> None:
     running = Home(cli.home).running()
     assert running is not None
     eventually(lambda: in_process("--home", cli.home, "status").code == 0)  # the gateway is there, too

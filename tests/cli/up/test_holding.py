@@ -199,7 +199,7 @@ def test_down_returns_when_no_file_of_the_home_is_open(tmp_path: Path) -> None:
         assert not log.exists()
 
 
-def test_what_a_killed_up_named_is_told_once_and_is_no_fault_of_each_service(tmp_path: Path) -> None:
+def test_what_a_killed_up_named_is_reported_once_and_is_no_fault_of_each_service(tmp_path: Path) -> None:
     caller = Caller(Home(tmp_path))
     caller.home.make()
     gone = Running(pid=1, store=f"unix:{tmp_path}/s", engine=f"unix:{tmp_path}/e", http=f"127.0.0.1:{free_port()}")

@@ -41,7 +41,7 @@ OF_BOTH = (("up",), ("demo", "--quick"))
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else value,
 )
-def test_a_command_says_which_extra_it_needs(
+def test_a_command_reports_which_extra_it_needs(
     words: tuple[str, ...], absent: str, extra: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def no_program(*_: Any) -> None:

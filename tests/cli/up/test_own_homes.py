@@ -28,7 +28,7 @@ from tests.running.waiting import eventually
 
 
 @pytest.mark.long(5)
-def test_up_over_tcp_asks_for_its_token_hands_its_kv_policy_on_and_ends_whole(tmp_path: Path) -> None:
+def test_up_over_tcp_requests_its_token_hands_its_kv_policy_on_and_ends_whole(tmp_path: Path) -> None:
     """(LESSONS 17)"""
     home = in_memory.home()
     cli = Cli(home)

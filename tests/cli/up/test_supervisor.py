@@ -180,7 +180,7 @@ async def test_a_hangup_that_comes_while_a_service_begins_is_heard_when_it_can_b
     assert not any("SIGHUP" in line for line in group.said), group.said
 
 
-async def test_a_crash_while_the_disk_is_full_is_mended_like_any_other(tmp_path: Path) -> None:
+async def test_a_crash_while_the_disk_is_full_is_repaired_like_any_other(tmp_path: Path) -> None:
     """Neither the line about it nor the file of the new pids can be written then."""
     is_full = False
 
@@ -359,7 +359,7 @@ def test_a_log_that_has_grown_long_is_put_aside(tmp_path: Path) -> None:
     assert (tmp_path / "store.1.log").stat().st_size == 17 << 20
 
 
-def test_as_many_last_lines_are_given_as_are_asked_for(tmp_path: Path) -> None:
+def test_as_many_last_lines_are_given_as_are_requested(tmp_path: Path) -> None:
     log = tmp_path / "store.log"
     lines = [f"  line {number} {'x' * 100}" for number in range(500)]
     log.write_text("".join(f"\x1b[1m{line}\x1b[0m\n\n" for line in lines))
@@ -376,7 +376,7 @@ time.sleep(60)
 """
 
 
-async def test_warnings_of_a_service_are_said(tmp_path: Path) -> None:
+async def test_warnings_of_a_service_are_reported(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("ready")
     group = Group(tmp_path, {"store": WARNER})
     run = group.begin()

@@ -212,7 +212,7 @@ def test_credentials_appear_only_after_their_tokens(tmp_path: Path) -> None:
     assert read_credentials(home.credentials_file).principal_of(token) is not None
 
 
-def test_what_is_in_use_is_said_before_anything_starts() -> None:
+def test_what_is_in_use_is_reported_before_anything_starts() -> None:
     home = in_memory.home()
     with socket.socket() as taken, socket.socket(socket.AF_UNIX) as other:
         taken.bind(("127.0.0.1", 0))

@@ -241,7 +241,7 @@ def test_an_answer_of_embeddings_takes_no_more_than_is_billed(encoding: str) -> 
     assert json.loads(OllamaEmbed(model="m", input=[]).answer(Found("m")))["embeddings"] == []
 
 
-def test_requests_beyond_their_places_are_told_to_come_back() -> None:
+def test_requests_beyond_their_places_are_refused_with_a_time_to_retry() -> None:
     rooms = Rooms(4, 100)
     first = [RequestRoom(rooms) for _ in range(3)]
     for room in first:

@@ -23,7 +23,7 @@ def chunks(answer: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def test_token_ids_are_the_prompt_that_their_text_is_and_come_back_where_they_are_asked_for(front: Front) -> None:
+def test_token_ids_are_the_prompt_that_their_text_is_and_come_back_where_they_are_requested(front: Front) -> None:
     [by_text] = post(front, prompt=TEXT, return_token_ids=True, **ON).json()["choices"]
     ids = by_text["prompt_token_ids"]
     for prompt in (ids, [ids]):

@@ -448,7 +448,7 @@ def test_equal_conversations_take_no_more_room_than_one() -> None:
     assert talk.turn(user("Hello"), reply("Hi"), user("more")) == list(talk.records.remembered)[-1]
 
 
-def test_after_a_restart_the_stored_messages_say_which_agent_it_was() -> None:
+def test_after_a_restart_the_stored_messages_report_which_agent_it_was() -> None:
     records = Records()
     first = Talk(conversations(), records).turn(user("Hello"), answer="Hi")
     restarted = Talk(conversations(), records)
@@ -585,7 +585,7 @@ def test_no_turn_extends_an_agent_that_remembers_something_else(steps: list[tupl
         lines.append(records.remembered[agent])
 
 
-def test_a_key_that_others_can_read_is_kept_and_what_mends_it_is_said(tmp_path: Path) -> None:
+def test_a_key_that_others_can_read_is_kept_and_what_repairs_it_is_reported(tmp_path: Path) -> None:
     """Another key would find no conversation again."""
     key = _key(tmp_path)
     file = tmp_path / "conversations.key"

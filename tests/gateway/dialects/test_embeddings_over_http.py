@@ -55,7 +55,9 @@ def test_tokens_and_fewer_dimensions(front: Front) -> None:
     assert np.allclose(short, np.array(whole[0][:4]) / np.linalg.norm(whole[0][:4]), atol=1e-6)
 
 
-def test_a_name_that_is_no_models_is_the_embedding_models_and_the_answer_says_so(front: Front, strict: Front) -> None:
+def test_a_name_that_is_no_models_is_the_embedding_models_and_the_answer_reports_it(
+    front: Front, strict: Front
+) -> None:
     for path in (OPENAI, EMBED):
         assert told(front, path, model="text-embedding-3-small", input="Rex")["model"] == ENCODER
         assert ask(strict, path, model="text-embedding-3-small", input="Rex").status_code == 404

@@ -73,7 +73,7 @@ CHOICES += [(ask, name) for ask in APIS for name in (None, "weather", "lamp") if
 
 
 @pytest.mark.parametrize(("ask", "name"), first_and_in_turn(CHOICES, seconds=3, first=3))
-def test_a_forced_call_is_of_a_tool_asked_for_and_fits_its_schema(
+def test_a_forced_call_is_of_a_tool_requested_and_fits_its_schema(
     front: Front, ask: Callable[..., tuple[Called, str, Any]], name: str | None
 ) -> None:
     called, reason, told = ask(front, name)

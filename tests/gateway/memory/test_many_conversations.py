@@ -93,7 +93,7 @@ def _tell_apart_again(talks: list[Talk]) -> None:
 
 
 @pytest.mark.long(5)
-def test_conversations_with_the_same_instructions_hold_them_once_and_are_told_apart(front: Front) -> None:
+def test_conversations_with_the_same_instructions_hold_them_once_and_are_distinguished(front: Front) -> None:
     tell_apart(front, count=5, rules=26, least_tokens=640, kills=False)
 
 

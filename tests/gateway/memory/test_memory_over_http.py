@@ -159,7 +159,7 @@ def test_a_conversation_that_is_edited_in_its_middle_goes_on_warm_from_its_secon
     assert last.usage.prompt_tokens - cached(last) < 20
 
 
-def test_what_becomes_of_a_named_agents_memory_is_asked_and_told_in_a_header(front: Front, openai: Any) -> None:
+def test_what_becomes_of_a_named_agents_memory_is_asked_and_reported_in_a_header(front: Front, openai: Any) -> None:
     def talk(text: str, **headers: str) -> tuple[str, int]:
         client = front.openai(**{"x-agent-id": "told", **headers}).chat.completions.with_raw_response
         raw = client.create(model=MODEL, max_tokens=4, messages=[{"role": "user", "content": text}])
@@ -486,7 +486,7 @@ def test_many_streams_at_once_end_well_and_many_that_are_left_leave_nothing(fron
 
 
 @pytest.mark.long(5)
-def test_a_stopped_engine_is_not_well_and_said_so(own_front: Front) -> None:
+def test_a_stopped_engine_is_not_well_and_reports_it(own_front: Front) -> None:
     front = own_front
     assert httpx.get(f"{front.gateway.url}/healthz").status_code == 200
     front.house.store.freeze()

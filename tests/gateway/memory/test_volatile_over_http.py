@@ -112,7 +112,9 @@ def why(answer: httpx.Response) -> Any:
 
 
 @pytest.mark.long(2)
-def test_an_answer_says_what_was_reused_and_where_its_prompt_parted_from_the_memory(front: Front, names: str) -> None:
+def test_an_answer_reports_what_was_reused_and_where_its_prompt_parted_from_the_memory(
+    front: Front, names: str
+) -> None:
     client, system = Client(front, **{"x-agent-id": names}), "You count ships. " * 8 + "It is 10:{} – süß."
     first = client.turn("Hello", system.format(30), TOOLS)
     assert first.headers["x-kvasir-reused"] == f"0 of {client.prompt}; cold"

@@ -225,7 +225,7 @@ def test_the_history_names_the_peer_that_handed_a_turn_over(lived: Front, ada: B
         store.delete_agent(agent)
 
 
-def test_messages_are_shown_when_they_are_asked_for_and_not_before(ada: Browser) -> None:
+def test_messages_are_shown_when_they_are_requested_and_not_before(ada: Browser) -> None:
     page = ada.get("agent", id=BRANCHED)
     rows = [row for row in ada.get("", q=BRANCHED).all("li") if BRANCHED in row.text]
     assert rows

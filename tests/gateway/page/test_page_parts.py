@@ -112,7 +112,7 @@ def test_the_hour_counts_what_was_added_since_the_look_before() -> None:
     assert not any(minute.sources for minute in (*older, *history.last_hour("second")))
 
 
-def test_an_engine_that_started_anew_counts_from_nothing() -> None:
+def test_an_engine_that_started_again_counts_from_nothing() -> None:
     history = History(Clock())
     history.note(counted(cold=50))
     history.note(counted(cold=3))
@@ -171,11 +171,11 @@ def test_bars_stand_on_one_another_and_totals_say_the_same() -> None:
     ("count", "told"),
     [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (300 << 20, "300 MiB"), (5 << 40, "5.0 TiB")],
 )
-def test_sizes_are_told_in_their_largest_unit(count: int, told: str) -> None:
+def test_sizes_are_shown_in_their_largest_unit(count: int, told: str) -> None:
     assert size(count) == told
 
 
-def test_ages_are_told_in_their_largest_unit() -> None:
+def test_ages_are_shown_in_their_largest_unit() -> None:
     assert [age(seconds) for seconds in (-3, 59, 60, 7200, 90000)] == ["0 s", "59 s", "1 min", "2 h", "1 d"]
 
 

@@ -283,7 +283,7 @@ def test_an_engine_without_room_for_the_turn_serves_all_the_same(device: str, tm
 
 
 @pytest.mark.parametrize("refuses", [False, True])
-def test_a_template_is_compiled_and_one_that_refuses_is_told_to_callers(refuses: bool) -> None:
+def test_a_template_is_compiled_and_one_that_refuses_is_reported_to_callers(refuses: bool) -> None:
     tokenizer = load_tokenizer(kvasir_tiny.path())
     if refuses:
         tokenizer.chat_template = "{{ raise_exception('no') }}"

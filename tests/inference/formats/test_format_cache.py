@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from inference_svc.formats.grammars import FormatCache
 
 
-def test_a_namespace_that_asks_for_many_drops_its_own() -> None:
+def test_a_namespace_that_requests_many_drops_its_own() -> None:
     kept: FormatCache[int, str] = FormatCache(8)
     kept.put("b", 1, "b's")
     for key in range(100):

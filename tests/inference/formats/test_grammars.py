@@ -225,7 +225,7 @@ def test_a_plain_schema_with_many_ways_on_is_followed_to_the_end(
     assert END in allowed(matcher)
 
 
-def test_a_matcher_that_gives_up_while_a_reply_runs_says_that_the_format_is_too_complex(
+def test_a_matcher_that_gives_up_while_a_reply_runs_reports_that_the_format_is_too_complex(
     grammars: Grammars, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "limits", lambda: LLParserLimits(verbose_errors=False))

@@ -34,7 +34,7 @@ def test_a_name_is_kept_over_kill_9_and_not_shared_with_a_living_process(tmp_pat
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"x" * 5000, b"a\nb", b"\0"])
-def test_a_file_that_holds_no_name_is_written_anew(content: bytes, tmp_path: Path) -> None:
+def test_a_file_that_holds_no_name_is_written_again(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "lease-owner").write_bytes(content)
     for expected in ("new", "new"):
         owner = LeaseOwner(tmp_path, lambda: "new")

@@ -44,7 +44,7 @@ def run(scenario: Callable[[Lab], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
-def test_a_lease_is_asked_for_once_and_counts_from_before_it_was_asked_for() -> None:
+def test_a_lease_is_requested_once_and_counts_from_before_it_was_requested() -> None:
     async def scenario(lab: Lab) -> None:
         lab.remember("a")
         lab.store.answering.clear()
@@ -273,7 +273,7 @@ def test_after_a_lease_was_given_back_the_next_one_is_of_another_generation(take
     run(scenario)
 
 
-def test_a_lease_that_was_asked_for_before_it_was_taken_back_is_given_back_unused() -> None:
+def test_a_lease_that_was_requested_before_it_was_taken_back_is_given_back_unused() -> None:
     async def scenario(lab: Lab) -> None:
         lab.store.answering.clear()
         lab.line("a").lease.request()

@@ -91,7 +91,7 @@ def test_a_lease_counts_for_its_owner_only_while_it_is_live_at_the_store(
     st.integers(0, 2),
     st.floats(0, 10),
 )
-def test_without_an_answer_only_a_lease_that_counts_says_what_is_newest(
+def test_without_an_answer_only_a_lease_that_counts_reports_what_is_newest(
     follows: Version,
     before: frozenset[Version],
     answer: Version | None,

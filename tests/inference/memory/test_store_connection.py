@@ -82,7 +82,7 @@ async def test_a_probe_that_fails_in_an_unknown_way_is_tried_again(monkeypatch: 
 
 @pytest.mark.parametrize(("spent_s", "is_reachable"), [(0.0, False), (0.045, True)])
 @pytest.mark.parametrize("times_out_itself", [True, False])
-async def test_only_a_call_that_had_most_of_the_budget_says_that_a_store_is_away(
+async def test_only_a_call_that_had_most_of_the_budget_reports_that_a_store_is_away(
     spent_s: float, is_reachable: bool, times_out_itself: bool
 ) -> None:
     async with asyncio.timeout(10):

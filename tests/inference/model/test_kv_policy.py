@@ -75,7 +75,7 @@ def test_scales_are_of_the_models_own_type() -> None:
 
 
 @pytest.mark.parametrize("name", [*(rung.value for rung in LADDER), "auto"])
-def test_the_option_kv_policy_asks_for_what_it_names(name: str) -> None:
+def test_the_option_kv_policy_requests_what_it_names(name: str) -> None:
     settings = read_settings([*LISTEN, "--kv-policy", name])
     request = PolicyRequest.parse(settings.kv_policy, settings.kv_exact_layers)
     assert request == PolicyRequest(None if name == "auto" else Rung(name))
@@ -189,7 +189,7 @@ def test_a_choice_is_remembered_under_all_its_conditions(tmp_path: Path) -> None
         json.dumps({"format": FORMAT, "choices": {CONDITIONS.key: {"rung": ["q4"], "why": ""}}}),
     ],
 )
-def test_a_memory_of_another_format_is_no_memory_and_is_written_anew(content: str, tmp_path: Path) -> None:
+def test_a_memory_of_another_format_is_no_memory_and_is_written_again(content: str, tmp_path: Path) -> None:
     (tmp_path / FILE).write_text(content)
     assert remembered(tmp_path, CONDITIONS) is None
     remember(tmp_path, CONDITIONS, Choice(Rung.Q8, "because"))

@@ -43,7 +43,7 @@ assert not hasattr(transformers, "NoSuchName")
 
 
 @pytest.mark.long(3)
-def test_every_name_is_there_once_it_is_asked_for() -> None:
+def test_every_name_is_there_once_it_is_requested() -> None:
     """In a process of its own: another test may have imported the library first."""
     subprocess.run([sys.executable, "-c", EVERY_NAME], check=True)
 

@@ -50,7 +50,9 @@ async def test_a_text_waits_for_one_text_of_another_namespace_not_for_all(prompt
     assert [place for place, name in enumerate(done) if name == "b"][-1] <= 3
 
 
-async def test_who_goes_away_leaves_its_place_and_who_waits_when_the_model_goes_is_told(prompting: Prompting) -> None:
+async def test_who_goes_away_leaves_its_place_and_who_waits_when_the_model_goes_hears_of_it(
+    prompting: Prompting,
+) -> None:
     may_end = threading.Event()
     under_way, gone, waiting = (asyncio.create_task(prompting.run(name, may_end.wait)) for name in "aab")
     await asyncio.sleep(0.01)

@@ -117,7 +117,7 @@ def test_equal_logits_are_the_first_token_alone_and_in_a_batch() -> None:
     assert [one.token_id for one in both if isinstance(one, Drawn)] == [1, 1]
 
 
-def test_the_seed_says_what_is_drawn() -> None:
+def test_the_seed_decides_what_is_drawn() -> None:
     def draws(seed: int) -> list[int]:
         sampler = Sampler(SamplingParams(9, temperature=1.0, seed=seed))
         return [drawn(sampler, [0.0] * VOCABULARY).token_id for _ in range(20)]

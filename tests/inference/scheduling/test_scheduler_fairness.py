@@ -163,7 +163,7 @@ def test_a_turn_that_fits_its_share_begins_though_another_namespace_never_stops_
     assert job.begun_s <= max(other.ended_s or world.now for other in before) + 1e-9
 
 
-def test_a_background_turn_that_asks_for_most_of_the_room_holds_up_no_person_of_another_namespace() -> None:
+def test_a_background_turn_that_requests_most_of_the_room_holds_up_no_person_of_another_namespace() -> None:
     """(FINDINGS M3) Its age made it count as interactive, and whoever came after it waited with three quarters free."""
     world = World(BUDGET)
     world.submit(*of("a", 1, 4, 300, can_be_preempted=False))

@@ -236,7 +236,7 @@ def test_a_cut_cell_ends_at_an_edge_within_its_limit(position: int, tokens: int,
     assert cut == tokens or ((position + cut) % edge == 0 and cut + edge > most)
 
 
-def test_what_is_not_known_is_said_to_be_unknown_and_deep_tokens_cost_more() -> None:
+def test_what_is_not_known_is_reported_to_be_unknown_and_deep_tokens_cost_more() -> None:
     costs = StepCosts()
     assert (costs.step_s, costs.tokens_within(1, 0), costs.files_within(1)) == (None, None, None)
     costs.learn(0, 256, 0.0256)

@@ -256,7 +256,7 @@ def _until_free(client: InferenceClient, turn: dict[str, Any]) -> Reply:
 
 
 @pytest.mark.long(4)
-def test_of_two_engines_one_extends_an_agent_and_the_other_says_so_and_goes_on_from_there(own_house: House) -> None:
+def test_of_two_engines_one_extends_an_agent_and_the_other_reports_it_and_goes_on_from_there(own_house: House) -> None:
     """Two engines, one store, one agent: who has the line's lease goes on; else the compare-and-swap decides. A turn
     that waited for the lease until the other's had ended goes on behind it.
     """
@@ -299,7 +299,7 @@ def test_of_two_engines_one_extends_an_agent_and_the_other_says_so_and_goes_on_f
         ([], "--listen"),
     ],
 )
-def test_a_configuration_that_cannot_be_used_is_said_in_one_line(options: list[str], expected: str) -> None:
+def test_a_configuration_that_cannot_be_used_is_reported_in_one_line(options: list[str], expected: str) -> None:
     ended = run("inference_svc", "serve", "--store", "unix:/tmp/kv-none/store", *options)
     assert ended.returncode == 78
     assert expected in ended.stderr

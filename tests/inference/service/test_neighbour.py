@@ -168,7 +168,7 @@ def test_the_engine_and_its_model_are_described(neighbour: House, model: Path, s
     assert str(model.parent) not in str(info)
 
 
-def test_a_token_says_whose_memory_it_is_and_what_its_caller_may(
+def test_a_token_reports_whose_memory_it_is_and_what_its_caller_may(
     neighbour: House, stub: Any, tokenizer: Tokenizer
 ) -> None:
     request = asked(ids_of(tokenizer, f"seven. {TEXT}"))

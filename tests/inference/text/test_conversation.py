@@ -209,7 +209,7 @@ def test_a_token_that_ends_inside_a_character_does_not_end_whole(prompting: Prom
     ]
 
 
-def test_no_text_has_fewer_tokens_than_is_said(prompting: Prompting) -> None:
+def test_no_text_has_fewer_tokens_than_is_reported(prompting: Prompting) -> None:
     for text in ("assistant " * 50, "<|im_start|>" * 50, "漢" * 50):
         assert prompting.fewest_tokens(text) <= len(prompting.tokenize(text).ids)
 

@@ -111,7 +111,7 @@ def test_space_around_a_text_is_named_as_nothing_else(family: Callable[[str], Pr
     assert (place.message, place.role, place.what) == (1, "user", "")
 
 
-def test_what_differs_is_said_in_twenty_characters_from_the_words_beginning_on(
+def test_what_differs_is_reported_in_twenty_characters_from_the_words_beginning_on(
     family: Callable[[str], Prompting],
 ) -> None:
     prompting = family("kvasir-tiny")

@@ -99,7 +99,7 @@ def test_a_reply_that_must_begin_with_a_call_is_all_answer_where_it_begins_other
     assert len(read(bound, pieces)[2]) == 1
 
 
-def test_reasoning_answer_and_calls_are_told_apart() -> None:
+def test_reasoning_answer_and_calls_are_distinguished() -> None:
     told = read(reader(**THINKING), [f"<think>hm</think>It is {CALL}."])
     assert told == ("It is .", "hm", [(FIRST, "weather", '{"place": "Oslo"}')])
 
@@ -145,7 +145,7 @@ def test_what_a_parser_gives_that_is_no_call_is_text(parsed: object) -> None:
     assert read(reader(lambda _: parsed), [CALL]) == (CALL, "", [])
 
 
-def test_a_call_that_is_no_text_is_told_as_it_was_written_and_harms_no_other() -> None:
+def test_a_call_that_is_no_text_is_reported_as_it_was_written_and_harms_no_other() -> None:
     """Half of a surrogate pair: JSON can spell it, UTF-8 cannot."""
     broken = "".join(
         f"<tool_call>{inner}</tool_call>"

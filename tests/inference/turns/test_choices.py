@@ -57,7 +57,7 @@ def request(choices: int, seed: int) -> TurnRequest:
     )
 
 
-def test_each_choice_comes_in_its_order_and_only_one_beginning_is_told() -> None:
+def test_each_choice_comes_in_its_order_and_only_one_beginning_is_reported() -> None:
     async def work() -> list[tuple[int, TurnEvent]]:
         box = outbox(3)
         for number in (1, 0, 2):

@@ -350,7 +350,7 @@ class Storing(Surroundings):
 @pytest.mark.parametrize(
     "told", [(Started(700), ENDED), (Started(1000), Resumed(700, 324), ENDED)], ids=["begun", "resumed"]
 )
-def test_blocks_that_the_engine_computes_anew_are_copied_anew_and_the_manifest_names_those(
+def test_blocks_that_the_engine_computes_again_are_copied_again_and_the_manifest_names_those(
     told: tuple[Event, ...],
 ) -> None:
     """The store's blocks behind the place where the turn truly began, or went on, are of other rows: a reply's, say.
@@ -380,7 +380,7 @@ class OnItsThread(Storing):
     [(Started(700), ENDED), (Started(1000), BlocksFull(4), Resumed(700, 324), ENDED)],
     ids=["begun", "resumed"],
 )
-def test_the_engines_thread_changes_nothing_of_a_turn_and_asks_for_its_rows_as_they_are(
+def test_the_engines_thread_changes_nothing_of_a_turn_and_requests_its_rows_as_they_are(
     told: tuple[Event, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writers: set[threading.Thread] = set()

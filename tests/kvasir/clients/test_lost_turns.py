@@ -107,7 +107,7 @@ def heard_by_async(a: str, b: str) -> tuple[str, KvasirError]:
 
 
 @pytest.mark.parametrize("heard", [heard_by_blocking, heard_by_async])
-def test_a_peer_that_never_heard_of_the_turn_leaves_the_error_that_says_when_to_ask_again(heard: Any) -> None:
+def test_a_peer_that_never_heard_of_the_turn_leaves_the_error_that_reports_when_to_ask_again(heard: Any) -> None:
     with breaking(LOST, "one") as a, breaking(NEVER_HEARD) as b:
         text, error = heard(a, b)
     assert (text, type(error), error.reason) == ("one", Unavailable, "HANDOVER_UNCERTAIN")
@@ -133,7 +133,7 @@ def test_several_replies_are_whole_once_each_has_its_last_event() -> None:
 
 
 @pytest.mark.parametrize("heard", [heard_by_blocking, heard_by_async])
-def test_another_refusal_there_is_told_as_it_is(heard: Any) -> None:
+def test_another_refusal_there_is_reported_as_it_is(heard: Any) -> None:
     with breaking(LOST, "one") as a, breaking(Unavailable("asleep", reason="MODEL_NOT_LOADED")) as b:
         assert heard(a, b)[1].reason == "MODEL_NOT_LOADED"
     with breaking(LOST, "one") as a, breaking(NEVER_HEARD, "two") as b:

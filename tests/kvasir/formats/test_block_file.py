@@ -369,7 +369,7 @@ def test_no_tensor_at_all_is_refused() -> None:
     refused(file_of({"__metadata__": METADATA}, 0), "tensors: expected 1")
 
 
-def test_tensors_of_another_layout_are_told_from_ours() -> None:
+def test_tensors_of_another_layout_are_distinguished_from_ours() -> None:
     data = next(iter(SyntheticAgent(TINY, 1).turn(256).new_blobs.values()))
     header = parse_header(data, len(data))
     check_schema(header, TINY)

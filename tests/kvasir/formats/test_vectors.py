@@ -139,7 +139,7 @@ def test_files_and_manifest_of_a_window() -> None:
 
 
 @pytest.mark.parametrize("known", [0, 1, 2])
-def test_files_say_whose_tokens_they_hold(known: int) -> None:
+def test_files_report_whose_tokens_they_hold(known: int) -> None:
     vectors = load("chain_hashes")
     kv_hash, ids, blocks = vectors["kv_identity_hash"], tokens(600, vectors["first_token"]), vectors["block_chain"]
     chain = chain_hashes(kv_hash, ids, blocks[:known])

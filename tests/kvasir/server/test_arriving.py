@@ -35,7 +35,7 @@ async def half_a_message() -> AsyncIterator[object]:
     yield "never"
 
 
-async def test_no_message_is_asked_for_without_room_for_it() -> None:
+async def test_no_message_is_requested_without_room_for_it() -> None:
     room, asked = SharedRoom(4), list[str]()
 
     async def half(name: str) -> AsyncIterator[object]:

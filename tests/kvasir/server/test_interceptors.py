@@ -144,7 +144,7 @@ def run(test: Any) -> None:
     asyncio.run(asyncio.wait_for(test, 30))
 
 
-def test_who_is_removed_while_an_answer_is_on_its_way_is_told(root: Path) -> None:
+def test_who_is_removed_while_an_answer_is_on_its_way_hears_of_it(root: Path) -> None:
     async def test() -> None:
         async with served(root, Flood()) as (stub, service):
             answers = aiter(stub.WatchEvents(pb.WatchEventsRequest()))
@@ -164,7 +164,7 @@ def test_who_is_removed_while_an_answer_is_on_its_way_is_told(root: Path) -> Non
 
 
 @pytest.mark.parametrize("rpc", ["WatchEvents", "ReadBlobs"])
-def test_who_is_removed_while_the_first_answer_is_on_its_way_is_told(root: Path, rpc: str) -> None:
+def test_who_is_removed_while_the_first_answer_is_on_its_way_hears_of_it(root: Path, rpc: str) -> None:
     async def test() -> None:
         async with served(root, Brief()) as (stub, _):
             request = {"WatchEvents": pb.WatchEventsRequest(), "ReadBlobs": pb.ReadBlobsRequest()}[rpc]

@@ -163,7 +163,7 @@ async def test_who_waits_for_much_is_not_overtaken_for_ever() -> None:
     await asyncio.wait_for(following, 1)
 
 
-async def test_a_holder_is_told_of_those_who_wait_with_no_more_than_it_has() -> None:
+async def test_a_holder_hears_of_those_who_wait_with_no_more_than_it_has() -> None:
     room = SharedRoom(100)
     room.take("much", 70)
     room.take("little", 20)

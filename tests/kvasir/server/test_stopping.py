@@ -49,7 +49,7 @@ async def is_healthy(address: str) -> bool:
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-async def test_a_watch_of_health_is_told_of_the_stop_and_does_not_delay_it(address: str) -> None:
+async def test_a_watch_of_health_hears_of_the_stop_and_does_not_delay_it(address: str) -> None:
     async with served(address) as (edge, running), grpc.aio.insecure_channel(address) as channel:
         watches = [watch(channel, service) for service in (NAME, "", "unknown")]
         first = [(await each.read()).status for each in watches]

@@ -53,7 +53,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
         yield Told(home.start(*options), tokens, file)
 
 
-def test_changes_are_told_with_who_what_and_which_agent(told: Told) -> None:
+def test_changes_are_reported_with_who_what_and_which_agent(told: Told) -> None:
     with told.client("engine") as engine, told.client("client") as client:
         publish(engine, "ada", TURN, 0)
         client.fork_agent("ada", "bob")
@@ -71,7 +71,7 @@ def test_changes_are_told_with_who_what_and_which_agent(told: Told) -> None:
     assert all(line["request_id"] and line["at"].endswith("+00:00") for line in lines)
 
 
-def test_an_import_is_told_by_the_header_of_its_stream(told: Told) -> None:
+def test_an_import_is_recognized_by_the_header_of_its_stream(told: Told) -> None:
     with told.client("engine") as engine, told.client("client") as client:
         publish(engine, "ida", TURN, 0)
         archive = b"".join(client.export_agent("ida"))
@@ -83,7 +83,7 @@ def test_an_import_is_told_by_the_header_of_its_stream(told: Told) -> None:
     ]
 
 
-def test_refusals_are_told_with_their_reason(told: Told) -> None:
+def test_refusals_are_reported_with_their_reason(told: Told) -> None:
     with told.client("peer") as peer, pytest.raises(PermissionDenied):
         peer.delete_agent("ada")
     with told.store.client("x" * 43) as stranger, pytest.raises(Unauthenticated):
@@ -113,7 +113,7 @@ def test_strangers_hide_no_refusal_of_one_who_is_known(told: Told) -> None:
     assert lines.count("") < 30
 
 
-def test_all_that_a_peer_does_is_told(told: Told) -> None:
+def test_all_that_a_peer_does_is_reported(told: Told) -> None:
     with told.client("peer") as peer:
         peer.list_agents()
     assert [(line["who"], line["what"]) for line in told.lines()] == [("peer", "AgentService/ListAgents")]
@@ -127,7 +127,7 @@ def test_no_line_has_a_token_or_a_digest_and_the_file_is_its_owners(told: Told) 
     assert told.file.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_store_whose_audit_cannot_be_written_serves_and_says_so(home: StoreHome, tmp_path: Path) -> None:
+def test_a_store_whose_audit_cannot_be_written_serves_and_reports_it(home: StoreHome, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     store = home.start("--audit-file", str(tmp_path / "file" / "audit.jsonl"))
     with store.client() as client:

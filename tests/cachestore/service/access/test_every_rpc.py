@@ -78,7 +78,7 @@ def test_an_absent_blob_is_not_found_and_named(client: StoreClient) -> None:
     assert absent.hash in (caught.value.metadata.get("digest"), *caught.value.message.split())
 
 
-def test_a_commit_on_an_old_head_is_aborted_and_told_the_head(client: StoreClient) -> None:
+def test_a_commit_on_an_old_head_is_aborted_and_names_the_head(client: StoreClient) -> None:
     ada = agent(6)
     first, second = ada.turn(300), ada.turn(20)
     publish(client, "cas", first, 0)
@@ -284,7 +284,7 @@ def test_garbage_rests_and_goes_on_a_second_pass(home: StoreHome) -> None:
         assert client.find_missing(turn.digests) == turn.digests
 
 
-def test_capabilities_say_who_i_am_and_what_fits(client: StoreClient) -> None:
+def test_capabilities_report_who_i_am_and_what_fits(client: StoreClient) -> None:
     capabilities = client.get_capabilities()
     assert (capabilities.namespace, capabilities.block_tokens, capabilities.max_frame_bytes) == (
         "default",
@@ -308,7 +308,7 @@ def test_stats_count_what_is_there(home: StoreHome) -> None:
     assert stats.logical_bytes >= 2 * sum(d.size_bytes for d in turn.digests)
 
 
-def test_the_service_says_that_it_is_ready_and_what_it_serves(shared_store: RunningStore) -> None:
+def test_the_service_reports_that_it_is_ready_and_what_it_serves(shared_store: RunningStore) -> None:
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
     from grpc_reflection.v1alpha import reflection_pb2

@@ -144,7 +144,7 @@ def test_a_changed_role_and_a_new_token_hold_from_the_reload_on(reloadable: Relo
 
 
 @pytest.mark.parametrize("text", ["[[credential", "", '[[credential]]\nname = "x"\n'])
-def test_a_file_that_is_wrong_keeps_the_old_set_and_is_told(reloadable: Reloadable, text: str) -> None:
+def test_a_file_that_is_wrong_keeps_the_old_set_and_is_reported(reloadable: Reloadable, text: str) -> None:
     tokens = reloadable.write(ADA)
     reloadable.hang_up()
     watch = Watch(reloadable.store, tokens["ada"])

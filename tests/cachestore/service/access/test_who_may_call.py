@@ -269,7 +269,7 @@ def test_a_second_authorization_header_is_refused(guarded: Guarded) -> None:
     assert isinstance(call(guarded.running.address, "GetStats", REQUESTS["GetStats"](), twice), Unauthenticated)
 
 
-def test_a_token_is_asked_for_on_a_socket_too_when_one_is_sent(shared_store: RunningStore) -> None:
+def test_a_token_is_requested_on_a_socket_too_when_one_is_sent(shared_store: RunningStore) -> None:
     wrong = (("authorization", "Bearer wrong"),)
     assert isinstance(call(shared_store.address, "GetStats", REQUESTS["GetStats"](), wrong), Unauthenticated)
 
@@ -431,7 +431,7 @@ def test_a_digest_of_the_right_form_that_nobody_stored_is_not_found(guarded: Gua
     assert isinstance(guarded.call("ReadBlobs", guarded.tokens["all"], [request]), NotFound)
 
 
-def test_what_the_disk_has_left_is_told_to_who_looks_after_it_only(guarded: Guarded) -> None:
+def test_what_the_disk_has_left_is_reported_to_who_looks_after_it_only(guarded: Guarded) -> None:
     """It follows what every namespace writes, byte by byte."""
     told = {role: guarded.call("GetStats", guarded.tokens[role]) for role in ("engine", "client", "admin")}
     free = {role: answer[0].free_disk_bytes for role, answer in told.items() if isinstance(answer, list)}

@@ -64,7 +64,7 @@ class CutPeer(LyingPeer):
             first = 0
 
 
-def test_nobody_takes_a_part_away_from_a_pull_that_has_asked_for_the_rest(home: StoreHome, tmp_path: Path) -> None:
+def test_nobody_takes_a_part_away_from_a_pull_that_has_requested_the_rest(home: StoreHome, tmp_path: Path) -> None:
     turn = SyntheticAgent(LARGE, 13).turn(256)
     [digest] = turn.digests
     refused: list[str] = []

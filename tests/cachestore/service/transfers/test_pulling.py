@@ -217,7 +217,7 @@ def test_an_absent_agent_or_peer_is_not_found(home: StoreHome, there: RunningSto
                 ours.pull_agent(peer, agent)
 
 
-def test_the_peers_credential_says_which_namespace_is_read(home: StoreHome, tmp_path: Path) -> None:
+def test_the_peers_credential_decides_which_namespace_is_read(home: StoreHome, tmp_path: Path) -> None:
     tokens = make_credentials(tmp_path / "c.toml")
     turn = SyntheticAgent(SMALL, 10).turn(300)
     cert, key = certificate(tmp_path, "mac")

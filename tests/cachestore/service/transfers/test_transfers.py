@@ -317,7 +317,7 @@ def test_eight_writers_on_one_line_make_one_version_each_time(home: StoreHome) -
     assert heads == {(parent, str(parent + 1)) for parent in range(rounds)}
 
 
-def test_a_full_quota_is_said_with_numbers_and_the_next_operation_works(home: StoreHome) -> None:
+def test_a_full_quota_is_reported_with_numbers_and_the_next_operation_works(home: StoreHome) -> None:
     running = home.start("--quota-bytes", str(2 * MIB))
     turn = SyntheticAgent(TINY, 11).turn(256 * 40)
     with running.client() as client:
@@ -381,7 +381,7 @@ class ForgottenClient(AioStoreClient):
         return status
 
 
-async def test_an_upload_begins_anew_when_the_store_gave_up_what_had_arrived(home: StoreHome) -> None:
+async def test_an_upload_begins_again_when_the_store_gave_up_what_had_arrived(home: StoreHome) -> None:
     running = home.start("--grace-period-s", "0")
     turn = SyntheticAgent(LARGE, 15).turn(256)
     [(digest, data)] = turn.new_blobs.items()

@@ -68,7 +68,7 @@ def test_a_thread_that_ended_cancels_what_comes_late() -> None:
     assert late.cancelled()
 
 
-def test_a_worker_that_cannot_be_made_says_why(tmp_path: Path) -> None:
+def test_a_worker_that_cannot_be_made_reports_why(tmp_path: Path) -> None:
     def fail() -> EngineWorker:
         raise KeyError("no such thing")
 

@@ -68,7 +68,7 @@ def test_a_budget_of_less_than_the_policys_own_bytes_is_refused(llama: ModelRunn
     assert refused.value.field == "kv_bytes"
 
 
-def test_a_peer_that_the_device_cannot_compute_is_told_with_its_reason(
+def test_a_peer_that_the_device_cannot_compute_is_reported_with_its_reason(
     llama: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As MLX on CUDA, which has no product for heads as narrow as these."""

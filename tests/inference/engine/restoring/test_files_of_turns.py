@@ -33,7 +33,7 @@ def test_blocks_may_be_published_while_the_turn_still_runs(driver: Driver) -> No
     assert max(event.count for event in listener.events if isinstance(event, BlocksFull)) == 3
 
 
-def test_tensor_files_say_whose_tokens_they_hold(driver: Driver) -> None:
+def test_tensor_files_report_whose_tokens_they_hold(driver: Driver) -> None:
     key, state = driver.remember(600)
     kv, tokens = driver.engine.model.kv_identity_hash, state.token_ids
     first = chain_hash(kv, "", tokens[:256])

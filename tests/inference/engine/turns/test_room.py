@@ -42,7 +42,7 @@ def test_who_waits_for_room_begins_when_a_turn_that_says_nothing_has_ended(
 
 
 @pytest.mark.long(3)
-def test_a_turn_that_does_not_fit_beside_what_it_was_planned_with_is_planned_anew_without_it(small: Driver) -> None:
+def test_a_turn_that_does_not_fit_beside_what_it_was_planned_with_is_planned_again_without_it(small: Driver) -> None:
     """Its fork holds the page that it begins in, so dropping its own memory cannot free all six pages."""
     key, state = small.remember(300)
     prompt = (*state.token_ids[:10], *tokens_of(1_400, 3))

@@ -99,6 +99,6 @@ def test_rows_that_cannot_be_computed_in_fixed_numbers_are_refused(
         runner.new_batch(KvPool(identity_of(layers), 1 << 20, dialect=dialect), 0)
 
 
-def test_it_is_an_option_of_the_engine_and_off_unless_asked_for() -> None:
+def test_it_is_an_option_of_the_engine_and_off_unless_requested() -> None:
     assert not read_settings(["--listen", "unix:/engine"]).batch_invariant
     assert read_settings(["--listen", "unix:/engine", "--batch-invariant"]).batch_invariant

@@ -115,7 +115,7 @@ def test_the_blocks_that_are_needed_hold_what_the_next_token_sees(window: int, l
 
 
 @given(window=WINDOWS.filter(bool))
-def test_a_window_touches_no_fewer_blocks_than_is_said(window: int) -> None:
+def test_a_window_touches_no_fewer_blocks_than_is_reported(window: int) -> None:
     most = max(len(needed_blocks(window, length)) for length in range(window, window + 2 * PAGE_TOKENS))
     assert most == most_window_blocks(window)
 

@@ -76,7 +76,7 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
-def test_a_piece_on_its_way_is_not_counted_where_its_blocks_are_computed_anew() -> None:
+def test_a_piece_on_its_way_is_not_counted_where_its_blocks_are_computed_again() -> None:
     async def scenario() -> None:
         turn, asked, arrived = Turn(), asyncio.Event(), asyncio.Event()
 

@@ -77,7 +77,7 @@ def test_a_retry_of_a_second_turn_stores_the_bytes_of_one_that_was_never_cancell
     client.sleep(agent)
 
 
-def test_a_deadline_frees_the_row_too_and_says_what_was_kept(
+def test_a_deadline_frees_the_row_too_and_reports_what_was_kept(
     client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:
     agent = new_agent()

@@ -30,7 +30,7 @@ def test_the_service_says_of_a_long_prompt_what_it_takes_not_the_channel(small: 
     assert context.value.reason == "CONTEXT_EXCEEDED"
 
 
-def test_memory_context_and_queue_are_bounded_and_say_so(small: House) -> None:
+def test_memory_context_and_queue_are_bounded_and_report_it(small: House) -> None:
     with small.client() as client:
         with pytest.raises(errors.ResourceExhausted) as memory:
             client.reply(prompt="door " * 700, sampling={"max_tokens": 700})

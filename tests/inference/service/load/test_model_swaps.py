@@ -255,7 +255,7 @@ def test_words_of_another_models_line_are_warmed_with_what_follows_them_and_make
 
 
 @pytest.mark.long(2)
-def test_a_count_that_its_model_leaves_behind_is_told_to_come_back(house: House) -> None:
+def test_a_count_that_its_model_leaves_behind_is_unavailable(house: House) -> None:
     over = threading.Event()
 
     def counts() -> set[int | str]:
@@ -350,7 +350,7 @@ def test_a_model_that_nobody_uses_is_unloaded_and_the_next_turns_load_it_once(mo
 
 @pytest.mark.long(3)
 @pytest.mark.parametrize("house", ["60"], indirect=True)
-def test_a_turn_whose_format_is_checked_while_models_change_is_told_of_the_model_that_answers(house: House) -> None:
+def test_a_turn_whose_format_is_checked_while_models_change_hears_of_the_model_that_answers(house: House) -> None:
     with house.client() as client, house.client() as admin, ThreadPoolExecutor() as pool, ExitStack() as exits:
         client.reply(prompt="hello", regex="a", sampling=GREEDY)  # there is a process that tries formats
         halting = exits.enter_context(formats_halted(house.engine.pid))

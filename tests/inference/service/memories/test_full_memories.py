@@ -301,7 +301,7 @@ def test_a_turn_is_over_once_its_reader_has_its_end(client: InferenceClient, new
         client.cancel_turn(request_id)
 
 
-def test_what_is_kept_leaves_room_for_another_turn_that_asks_for_as_long_a_reply(
+def test_what_is_kept_leaves_room_for_another_turn_that_requests_as_long_a_reply(
     client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:
     agent = new_agent()

@@ -353,7 +353,7 @@ def test_what_a_newer_turn_wrote_is_never_sent_under_an_older_memorys_words(
 
 
 @pytest.mark.parametrize("is_hot", [True, False])
-def test_what_failed_is_tried_again_while_it_is_hot_and_its_success_is_told(
+def test_what_failed_is_tried_again_while_it_is_hot_and_its_success_is_reported(
     is_hot: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publications, "RETRY_S", 0.01)

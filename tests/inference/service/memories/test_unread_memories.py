@@ -100,7 +100,7 @@ def test_a_side_call_beside_a_memory_that_was_hot_is_a_branch_though_the_store_i
 
 
 @pytest.mark.long(2)
-def test_a_damaged_manifest_is_not_written_over_unless_that_is_asked_for(house: House) -> None:
+def test_a_damaged_manifest_is_not_written_over_unless_that_is_requested(house: House) -> None:
     say(house, "mia", "I live in Porto.")
     with house.store_client() as store:
         snapshot, _ = store.get_snapshot("mia")

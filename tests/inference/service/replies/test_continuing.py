@@ -177,7 +177,7 @@ def test_a_turn_without_memory_neither_reads_nor_leaves_any(
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_a_cancelled_turn_says_what_is_kept(
+def test_a_cancelled_turn_reports_what_is_kept(
     client: InferenceClient, new_agent: Callable[[], str], *, keeps: bool
 ) -> None:
     agent, request_id = new_agent(), f"cancelled {keeps}"
@@ -256,7 +256,7 @@ def test_a_warm_whose_call_is_cancelled_by_its_name_ends_as_cancelled(
 # --- one address ---
 
 
-def test_agents_are_asked_for_at_the_engines_address(
+def test_agents_are_requested_at_the_engines_address(
     house: House, client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:
     agent, copy, moved = (f"one address {new_agent()}" for _ in range(3))

@@ -73,7 +73,7 @@ def test_a_reply_matches_all_of_a_regex(regex: str, tiny_client: InferenceClient
 
 
 @pytest.mark.long(2)
-def test_a_form_may_be_cut_by_max_tokens_and_says_so(tiny_client: InferenceClient) -> None:
+def test_a_form_may_be_cut_by_max_tokens_and_reports_it(tiny_client: InferenceClient) -> None:
     reply = tiny_client.reply(prompt="x", json_schema=json.dumps(PLACE), sampling={"max_tokens": 3})
     assert reply.finished.reason == pb.FINISH_REASON_LENGTH
     assert reply.text.startswith("{")

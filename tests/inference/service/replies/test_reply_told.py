@@ -23,7 +23,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceClient]:
 
 
 @pytest.mark.long(4)
-def test_a_call_is_told_at_the_end_and_not_as_text(tiny: InferenceClient, new_agent: Callable[[], str]) -> None:
+def test_a_call_is_reported_at_the_end_and_not_as_text(tiny: InferenceClient, new_agent: Callable[[], str]) -> None:
     agent = new_agent()
     reply = tiny.reply(agent_id=agent, messages=ASKED, tools=TOOLS, sampling={"max_tokens": 60})
     assert reply.finished.reason == pb.FINISH_REASON_TOOL_CALLS
@@ -37,7 +37,7 @@ def test_a_call_is_told_at_the_end_and_not_as_text(tiny: InferenceClient, new_ag
     assert after.text
 
 
-def test_a_call_that_is_told_again_is_told_in_its_parts_again(
+def test_a_call_that_is_told_again_is_reported_in_its_parts_again(
     tiny: InferenceClient, new_agent: Callable[[], str]
 ) -> None:
     asked: dict[str, Any] = {"agent_id": new_agent(), "messages": ASKED, "tools": TOOLS, "request_id": "twice"}

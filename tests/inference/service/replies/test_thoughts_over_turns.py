@@ -54,7 +54,7 @@ def sent_back(reply: Reply) -> dict[str, Any]:
 
 
 @pytest.mark.long(5)
-def test_thoughts_are_told_apart_and_remembered_apart(ada: InferenceClient, new_agent: Callable[[], str]) -> None:
+def test_thoughts_are_distinguished_and_remembered_apart(ada: InferenceClient, new_agent: Callable[[], str]) -> None:
     agent = new_agent()
     reply = ada.reply(agent_id=agent, messages=ASKED, sampling=ENDING)
     assert reply.text

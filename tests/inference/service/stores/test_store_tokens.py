@@ -143,7 +143,7 @@ def test_an_engine_that_starts_before_its_store_uses_no_token_of_another_namespa
     guarded.check_nothing_of_another_namespace_is_blues()
 
 
-def test_a_token_that_the_store_does_not_know_is_told_once_and_is_not_waited_for(guarded: Guarded) -> None:
+def test_a_token_that_the_store_does_not_know_is_reported_once_and_is_not_waited_for(guarded: Guarded) -> None:
     wrong = [guarded.give("gone", "x" * 43), guarded.give("void", ""), guarded.directory / "engine@.token"]
     replace_private_text(wrong[-1], guarded.tokens["engine"])
     guarded.house.engine.kill()

@@ -136,7 +136,7 @@ def test_a_prompt_computed_ahead_serves_its_turn_and_is_not_remembered_without_i
     assert other.finished.snapshot.version == 2
 
 
-def test_warming_says_what_it_cannot_do(client: InferenceClient, new_agent: Callable[[], str]) -> None:
+def test_warming_reports_what_it_cannot_do(client: InferenceClient, new_agent: Callable[[], str]) -> None:
     nobody = client.warm(agent_id=new_agent())
     assert (nobody.tokens, nobody.miss, nobody.source) == (0, pb.MISS_REASON_NEW_AGENT, pb.CACHE_SOURCE_COLD)
     with pytest.raises(errors.InvalidArgument):

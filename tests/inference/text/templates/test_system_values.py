@@ -64,7 +64,7 @@ def test_a_text_without_digits_and_days_stays(text: str) -> None:
     assert clocks.without_times(plain) == plain
 
 
-def test_the_first_values_stay_and_the_newest_are_told_once() -> None:
+def test_the_first_values_stay_and_the_newest_are_reported_once() -> None:
     first = (system("Be kind. It is 10:30 on 2026-11-24. Think."), user("Hello"))
     memory: list[Message] = [*first, reply("Hi.")]
     later = (system("Be kind. It is 10:47 on 2026-11-24. Think."), user("Hello"), reply("Hi."), user("And now?"))

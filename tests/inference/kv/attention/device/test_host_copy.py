@@ -203,7 +203,7 @@ def test_each_thread_has_its_own_room(driver: PlayedDriver, monkeypatch: pytest.
     landings.drop_room()
 
 
-def test_room_that_is_free_is_dropped_and_made_anew(driver: PlayedDriver) -> None:
+def test_room_that_is_free_is_dropped_and_made_again(driver: PlayedDriver) -> None:
     held = landings.send(rows_of(1))
     landings.send(rows_of(2)).release(())
     landings.drop_room()

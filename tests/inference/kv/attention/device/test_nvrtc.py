@@ -94,7 +94,7 @@ def test_a_disk_that_takes_no_file_costs_a_compilation_each_time(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("library")
-def test_what_is_refused_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+def test_what_is_refused_reports_why_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(CompileError, match="line 1: oops"):
         compiled_program("error", (), tmp_path / "kernels")
     assert not (tmp_path / "kernels").exists()
@@ -102,7 +102,7 @@ def test_what_is_refused_says_why_and_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("damage", ["truncated", "a bit", "garbage", "nothing"])
-def test_a_damaged_file_is_compiled_again_and_mended(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_file_is_compiled_again_and_repaired(tmp_path: Path, damage: str) -> None:
     compiled_program("int x;", (), tmp_path / "kernels")
     (path,) = (tmp_path / "kernels").iterdir()
     whole = path.read_bytes()
