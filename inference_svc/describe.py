@@ -106,6 +106,7 @@ def room(info: ModelInfo, device: "Device", kv_memory_bytes: int | None) -> dict
     return {
         "device_bytes": device.total_bytes,
         "claimed_bytes": device.claimed_bytes,
+        "held_bytes": device.held_bytes,
         "is_auto": is_auto,
         "weights_bytes": info.weights_bytes,
         "kv_memory_bytes": kv_memory_bytes,

@@ -25,7 +25,7 @@ from inference_svc.kv.policy import Rung, policy_of
 from inference_svc.machine import pressure
 from inference_svc.machine.claims import Claims
 from inference_svc.machine.giving_back import GivingBack
-from inference_svc.machine.kv_budget import GIB, Device, KvBudget, NoRoom, claims_of_device, weights_on_disk
+from inference_svc.machine.kv_budget import GIB, Device, KvBudget, NoRoom, claims_of_device, held_of, weights_on_disk
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.probing.real_layouts import REAL_LAYOUTS, agent_bytes
 
@@ -54,6 +54,27 @@ def test_a_model_that_leaves_no_room_is_refused_with_numbers() -> None:
         Device(int(5.33 * GIB)).auto_kv_bytes(model(4.7))
     with pytest.raises(NoRoom, match=r"of which other engines here claim 4\.00"):
         Device(int(5.33 * GIB), 4 * GIB).auto_kv_bytes(model(1.0))
+
+
+def test_memory_that_other_programs_hold_of_a_card_counts_as_other_engines_claims_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine that has taken what it claims is not counted twice."""
+    claimed, held, both = (
+        Device(64 * GIB, 20 * GIB),
+        Device(64 * GIB, 0, 20 * GIB),
+        Device(64 * GIB, 15 * GIB, 20 * GIB),
+    )
+    info = model(16)
+    assert claimed.most_kv_bytes(info) == held.most_kv_bytes(info) == both.most_kv_bytes(info) == 20 * GIB
+    assert claimed.auto_kv_bytes(info) == held.auto_kv_bytes(info) == 10 * GIB
+    assert (claimed.left_bytes, held.left_bytes) == (44 * GIB, 43 * GIB), "a prompt's cell needs some of a card"
+    facts = {"uuid": "GPU-1", "total_memory": 64 * GIB, "free_memory": 44 * GIB}
+    monkeypatch.setattr("mlx.core.device_info", lambda: facts)
+    monkeypatch.setattr("mlx.core.get_active_memory", lambda: 3 * GIB)
+    monkeypatch.setattr("mlx.core.get_cache_memory", lambda: GIB)
+    assert held_of(64 * GIB) == 16 * GIB, "without its own"
+    assert (held_of(60 * GIB), held_of(32 * GIB)) == (12 * GIB, 0), "of the part that --device-gib names"
 
 
 def test_a_short_context_needs_less_than_half_of_a_large_machine() -> None:

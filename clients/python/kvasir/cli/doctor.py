@@ -228,8 +228,8 @@ def _show_memory(out: Console, memory: dict[str, Any], *, is_metal: bool) -> Non
     """How many agents fit: into the KV memory that `kvasir up` takes, and at most on this machine."""
     out.print(
         f"memory: {size(memory['device_bytes'])}, {size(memory['weights_bytes'])} of them for weights; "
-        + (f"other engines here claim {size(memory['claimed_bytes'])}; " if memory["claimed_bytes"] else "")
-        + f"KV gets {size(memory['kv_memory_bytes'])} (--memory-gib{' auto' if memory['is_auto'] else ''}), "
+        f"{_taken(memory['claimed_bytes'], memory['held_bytes'])}"
+        f"KV gets {size(memory['kv_memory_bytes'])} (--memory-gib{' auto' if memory['is_auto'] else ''}), "
         f"at most {size(memory['most_kv_bytes'])}"
     )
     if is_metal:
@@ -243,6 +243,13 @@ def _show_memory(out: Console, memory: dict[str, Any], *, is_metal: bool) -> Non
         for row in memory["agents"]
     )
     out.print(table(columns, rows, numbers=columns))
+
+
+def _taken(claimed_bytes: int, held_bytes: int) -> str:
+    """`held_bytes`: of a card, by all programs, this one's driver included."""
+    if held_bytes > claimed_bytes:
+        return f"{size(held_bytes)} are in use; "
+    return f"other engines here claim {size(claimed_bytes)}; " if claimed_bytes else ""
 
 
 def _show_families(out: Console, families: dict[str, Any]) -> None:
