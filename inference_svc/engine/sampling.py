@@ -286,8 +286,8 @@ class Draws:
     def read_drafted(self) -> list[list[Drawn | KvasirError]]:
         """By sampler, the next tokens: one, and one more behind each draft that was drawn. Waits."""
         tokens, sound = self._numbers()
-        if not any(self._drafts):
-            rows = zip(self._samplers, tokens, sound, self._planned, strict=False)
+        if len(self._planned) == len(self._samplers):  # no drafts; one that is not tried has a row, too
+            rows = zip(self._samplers, tokens, sound, self._planned, strict=True)
             return [[_drawn(*row)] for row in rows]
         return [
             self._read_one(sampler, first, tried, tokens, sound)

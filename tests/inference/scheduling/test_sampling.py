@@ -34,6 +34,16 @@ class OnlyThese:
         self.accepted.append(token_id)
 
 
+class FollowsNothing(OnlyThese):
+    """It cannot go on behind any draft."""
+
+    def follow(self, _token_id: int) -> bool:
+        return False
+
+    def go_back(self, tokens: int) -> None:
+        assert not tokens
+
+
 class TooMuch:
     """A constraint that gives up."""
 
@@ -253,3 +263,16 @@ def test_a_constraint_that_gives_up_fails_its_row_alone() -> None:
     first, second = sample([stuck, free], mx.array([[1.0, 2.0], [1.0, 2.0]]))
     assert isinstance(first, ResourceExhausted)
     assert second == Drawn(1)
+
+
+@pytest.mark.parametrize("drafts", [[(5,), ()], [(), (5,), ()], [(5,), (6,), ()]])
+def test_rows_behind_drafts_that_no_constraint_follows_are_those_of_their_own_turns(drafts: list[Any]) -> None:
+    """None of the drafts is left then, and their rows stand between those of the turns."""
+    logits = logits_of(sum(1 + len(tried) for tried in drafts), 7)
+    samplers = [Sampler(SamplingParams(9), (), FollowsNothing(range(90)) if tried else None) for tried in drafts]
+    firsts = [place + sum(map(len, drafts[:place])) for place in range(len(drafts))]
+    found = [drawn for [drawn] in Draws(samplers, logits, drafts).read_drafted()]
+    assert found == [
+        Drawn(int(logits[first, :90].argmax().item())) if drafts[place] else Drawn(int(logits[first].argmax().item()))
+        for place, first in enumerate(firsts)
+    ]
