@@ -9,8 +9,6 @@ from pathlib import Path
 from inference_svc.kv.kept_files import is_this_users, kept_folder
 
 _GPU = Path("/dev/nvidiactl")  # MLX's import would show it, and takes long; a GPU's code is left where it is
-
-
 _ROOM_BYTES = 16 << 20
 
 
@@ -26,6 +24,7 @@ def keep_compiled_code_private() -> None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             disk = os.statvfs(folder)
             has_room = disk.f_bavail * disk.f_frsize >= _ROOM_BYTES
-            if is_this_users(folder) and has_room and not disk.f_flag & os.ST_NOEXEC:
+            is_own = is_this_users(folder) and not folder.is_symlink()  # others could lead a link elsewhere
+            if is_own and has_room and not disk.f_flag & os.ST_NOEXEC:
                 os.environ["TMPDIR"] = str(folder)
                 return

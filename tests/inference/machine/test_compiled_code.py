@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from inference_svc import compiled_code
 from tests.inference.kv.attention.emulators import needs_compiler
 
 _PROGRAM = """
@@ -53,3 +55,14 @@ def test_compiled_code_is_neither_kept_nor_found_among_other_users_files(home_is
     beside = shared / f"kvasir-{os.getuid()}-mlx"
     assert list((kept if home_is == "private" else beside).rglob("*.so"))
     assert beside.exists() == (home_is != "private")
+
+
+def test_a_link_is_no_place_for_compiled_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its maker could lead it to a folder of another user later, from which programs would be run."""
+    (tmp_path / "own").mkdir(mode=0o700)
+    (tmp_path / f"kvasir-{os.getuid()}-mlx").symlink_to(tmp_path / "own")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(compiled_code, "kept_folder", lambda _: None)
+    compiled_code.keep_compiled_code_private()
+    assert os.environ["TMPDIR"] == str(tmp_path)
