@@ -68,7 +68,7 @@ class EngineWorker:
             drafter = Drafter(batch.most_drafted_rows, rules.most_drafts, lambda: self._scheduler.is_alone, texts_of)
             self._decoder = Decoder(batch, drafter, clock, looks_ahead=not model.has_states)
         mask = None if model.mask_window is None else model.mask_window.mask_token_id
-        self._prefiller = Prefiller(runner, rules.shared_pass, self._guarding, mask)
+        self._prefiller = Prefiller(runner, rules.shared_pass, self._guarding, self._device.makes_room, mask)
         self.leaving = LeavingFiles(model, self._pool, self.memories, self._turns, batch)
         self._may_decode: Collection[Sequence] = ()  # in this step
         self._when_idle: dict[AgentKey, list[Callable[[], None]]] = {}

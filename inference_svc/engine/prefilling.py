@@ -31,7 +31,7 @@ class Beside(NamedTuple):
 
 class Prefiller:
     """`guarding`: around work for turns, all of which end if it fails. `shared`: where cells share a pass.
-    `mask_token_id`: never drawn.
+    `makes_room`: whether an error's pass may be tried again. `mask_token_id`: never drawn.
     """
 
     def __init__(
@@ -39,12 +39,14 @@ class Prefiller:
         runner: ModelRunner,
         shared: SharedPass | None,
         guarding: Callable[..., AbstractContextManager[None]],
+        makes_room: Callable[[Exception], bool],
         mask_token_id: int | None = None,
     ) -> None:
         self.computed = 0  # tokens of callers
         self._runner = runner
         self._shared = shared
         self._guarding = guarding
+        self._makes_room = makes_room
         self._mask_token_id = mask_token_id
 
     def compute(self, cells: Cells[TurnCell[Sequence]], beside: Beside | None) -> None:
@@ -59,7 +61,7 @@ class Prefiller:
                 alone += () if self._compute_together(packed, beside) else packed
         for cell in alone:
             with self._guarding(cell.turn):
-                self._compute_alone(cell, beside)
+                self._compute_with_room(cell, beside)
 
     def _is_packed_alone(self, cell: TurnCell[Sequence], *, is_awaited: bool) -> bool:
         """Whether a cell that is alone in its pass is computed as those that share one, whose graph is kept: beside
@@ -91,6 +93,18 @@ class Prefiller:
             with self._guarding(cell.turn):
                 _take_in(cell, drawn.get(place))
         return True
+
+    def _compute_with_room(self, cell: TurnCell[Sequence], beside: Beside | None) -> None:
+        """Where the device had no memory, compute the cell once more, with less enqueued at once."""
+        kv, _ = _held(cell.turn)
+        stored, draws_early = kv.length, beside is not None and cell.turn.draws_after(cell.size)
+        try:
+            self._compute_alone(cell, beside)
+        except RuntimeError as error:
+            # Drawn twice, a token would have another key.
+            if draws_early or kv.length != stored or not self._makes_room(error):
+                raise
+            self._compute_alone(cell, None)
 
     def _compute_alone(self, cell: TurnCell[Sequence], beside: Beside | None) -> None:
         sequence, tokens = cell.turn, cell.turn.next_tokens(cell.size)

@@ -8,7 +8,7 @@ import mlx.core as mx
 from kvasir.errors import Internal, KvasirError, ResourceExhausted
 
 from inference_svc.engine.device.device_errors import DeviceLost, device_error
-from inference_svc.model.device_memory import bound_to_free
+from inference_svc.model.device_memory import bound_to_free, forget_frames
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,15 @@ class DeviceWatch:
         if self.lost is None and not isinstance(error, KvasirError):
             self._synchronize()
 
+    def makes_room(self, error: Exception) -> bool:
+        """Whether a pass failed for want of memory, and unused memory was given back, that of the pass included."""
+        self.pass_failed(error)
+        if not self._is_short:
+            return False
+        forget_frames(error)
+        self._give_back()
+        return self.lost is None
+
     def in_words(self, error: Exception) -> KvasirError:
         """What a turn's caller gets for an error that ended it."""
         if self.lost is not None:
@@ -36,13 +45,17 @@ class DeviceWatch:
 
     def end_step(self) -> None:
         """Give unused memory back where a pass had no room. Raises DeviceLost."""
-        if self._is_short and self.lost is None:
+        if self._is_short:
+            self._give_back()
+        if self.lost is not None:
+            raise self.lost
+
+    def _give_back(self) -> None:
+        self._is_short = False
+        if self.lost is None:
             self._synchronize()  # its threads hold what a pass read, until they hear of its end
             mx.clear_cache()
             bound_to_free()
-        self._is_short = False
-        if self.lost is not None:
-            raise self.lost
 
     def _synchronize(self) -> None:
         try:

@@ -1,5 +1,5 @@
-"""The engine's program, whose device fails as a file says: what MLX evaluates then raises its words, as CUDA's errors
-do. Want of memory passes; any other error stays, as for a process that has lost its device.
+"""The engine's program, whose device fails while there is a file: what MLX evaluates then raises its words, as CUDA's
+errors do. A device without memory can be waited for; one that is lost cannot.
 """
 
 import os
@@ -19,7 +19,7 @@ NO_MEMORY = "cudaMallocAsync(&data, size, stream) failed: out of memory"
 def main() -> int:
     file = Path(os.environ[WORDS])
     for name in ("eval", "async_eval", "synchronize"):
-        setattr(mx, name, _failing(getattr(mx, name), file))
+        setattr(mx, name, _failing(getattr(mx, name), file, can_lack_memory=name != "synchronize"))
     if card := os.environ.get(CARD):
         total, free = map(int, card.split())
         facts = {**mx.device_info(), "uuid": "GPU-1", "total_memory": total, "free_memory": free}
@@ -27,13 +27,10 @@ def main() -> int:
     return __main__.main()
 
 
-def _failing(work: Callable[..., Any], file: Path) -> Callable[..., Any]:
+def _failing(work: Callable[..., Any], file: Path, *, can_lack_memory: bool) -> Callable[..., Any]:
     def done(*given: Any) -> Any:
-        if file.exists():
-            words = file.read_text()
-            if words == NO_MEMORY:
-                file.unlink()
-            raise RuntimeError(words)
+        if file.exists() and (can_lack_memory or file.read_text() != NO_MEMORY):
+            raise RuntimeError(file.read_text())
         return work(*given)
 
     return done

@@ -74,9 +74,11 @@ class _Seen:
         raise RuntimeError(words)
 
 
-def _breaks_once(driver: Driver, monkeypatch: pytest.MonkeyPatch, seen: _Seen, words: str, where: str) -> None:
-    """The next prompt's cell, or the next step, fails."""
-    worker, left = driver.engine._worker, [1]
+def _breaks(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, seen: _Seen, words: str, where: str, times: int = 1
+) -> None:
+    """The next prompt's cell, or the next step, fails so many times."""
+    worker, left = driver.engine._worker, [1] * times
 
     def broken(work: Callable[..., Any]) -> Callable[..., Any]:
         def done(*given: Any, **more: Any) -> Any:
@@ -102,7 +104,7 @@ def test_a_failed_pass_is_over_before_its_arrays_go_and_memories_stay(
         key, state = driver.remember(300)
         stayed, prompt = driver.fork(key), (*state.token_ids, *tokens_of(400, 7))
         expected = driver.turn(prompt, Hot(300), stayed).state
-        _breaks_once(driver, monkeypatch, seen, words, where)
+        _breaks(driver, monkeypatch, seen, words, where, times=1 + (words == NO_MEMORY and where == "cell"))
         with pytest.raises(kind):
             driver.turn(prompt, Hot(300), key)
         assert seen.alive[0], "MLX is waited for while the pass' arrays are there"
@@ -122,7 +124,7 @@ def test_a_prompt_without_room_ends_alone_and_others_speak_as_without_it(
         failing = Listener()
 
         def begin() -> None:
-            _breaks_once(driver, monkeypatch, seen, NO_MEMORY, "cell")
+            _breaks(driver, monkeypatch, seen, NO_MEMORY, "cell", times=2)
             driver.submit(tokens_of(400, 9), listener=failing)
 
         first = driver.submit(tokens_of(60, 0), listener=Listener().at(Tokens, 3, begin), **OTHERS)
@@ -130,6 +132,47 @@ def test_a_prompt_without_room_ends_alone_and_others_speak_as_without_it(
         with pytest.raises(ResourceExhausted, match="out of memory"):
             failing.end()
         assert [driver.reply(each.end()) for each in (first, second)] == alone
+
+
+@pytest.mark.parametrize("is_behind_stream", [False, True])
+def test_a_cell_that_had_no_room_is_computed_once_more_and_the_reply_is_the_same(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_behind_stream: bool
+) -> None:
+    seen = _Seen(monkeypatch)
+    with driver_with_room_for(4096, model_dir, tmp_path) as driver:
+        prompt, settings = tokens_of(400, 9), {"temperature": 0.9, "seed": 5}
+        expected = driver.turn(prompt, key=driver.key(), **settings)
+        beside = driver.submit(tokens_of(30, 2), **OTHERS) if is_behind_stream else None
+        if beside is not None:
+            beside.wait_for(Tokens, 2)
+        _breaks(driver, monkeypatch, seen, NO_MEMORY, "cell")
+        again = driver.turn(prompt, key=driver.key(), **settings)
+        assert (again.state, driver.reply(again)) == (expected.state, driver.reply(expected))
+        assert seen.alive[:2] == [True, False], "the arrays of the first try went before the second"
+        if beside is not None:
+            beside.end()
+
+
+@pytest.mark.cpu_only("a GPU computes such a prompt as one cell, which draws")
+def test_a_cell_whose_rows_are_stored_already_is_not_computed_once_more(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = _Seen(monkeypatch)
+    with driver_with_room_for(4096, model_dir, tmp_path) as driver:
+        prompt = tokens_of(400, 9)
+        expected, runner = driver.turn(prompt, key=driver.key()).state, driver.engine._worker._runner
+        work, left = runner.prefill, [1]
+
+        def late(*given: Any, **more: Any) -> None:
+            work(*given, **more)
+            if left:
+                left.pop()
+                seen.fail(NO_MEMORY)
+
+        monkeypatch.setattr(runner, "prefill", late)
+        with pytest.raises(ResourceExhausted):
+            driver.turn(prompt, key=driver.key())
+        assert driver.turn(prompt, key=driver.key()).state == expected
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -143,7 +186,7 @@ def test_a_lost_device_ends_every_turn_and_nothing_of_it_is_freed(
         monkeypatch.setattr(part, "close", lambda: closed.append("closed"))
 
     def lose() -> None:
-        _breaks_once(driver, monkeypatch, seen, LOST, "step")
+        _breaks(driver, monkeypatch, seen, LOST, "step")
 
     turns = [driver.submit(tokens_of(20, seed), **OTHERS) for seed in range(2)]
     turns.append(driver.submit(tokens_of(20, 5), listener=Listener().at(Tokens, 3, lose), **OTHERS))
@@ -167,7 +210,9 @@ def test_mlx_counts_on_what_a_card_has_free_and_on_its_own(monkeypatch: pytest.M
         assert (device_memory.free_bytes(), device_memory.held_by_others()) == (None, 0)
         facts = {"uuid": "GPU-1", "total_memory": 100 << 30, "free_memory": 8 << 30}
         monkeypatch.setattr(mx, "device_info", lambda: facts)
-        own = mx.get_active_memory() + mx.get_cache_memory()
+        monkeypatch.setattr(mx, "get_active_memory", lambda: 3 << 30)
+        monkeypatch.setattr(mx, "get_cache_memory", lambda: 1 << 30)
+        own = 4 << 30
         device_memory.bound_to_free()
         assert mx.set_memory_limit(1 << 40) == own + (6 << 30)
         assert device_memory.held_by_others() == (92 << 30) - own
