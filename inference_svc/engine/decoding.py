@@ -120,7 +120,7 @@ class Decoder:
         ]
         # On CUDA another step is enqueued before these are read, too.
         is_read_beside = is_behind_cell or (self.batch.numbers.is_reused and len(is_drawn) <= _MOST_READ_APART)
-        draws = Draws(samplers, logits, tried, is_read_beside=is_read_beside)
+        draws = Draws(samplers, logits, tried, in_pairs=self.batch.in_pairs if is_read_beside else None)
         slots = {sequence: slot for slot, sequence in enumerate(order)}
         uses = self.batch.numbers.uses
         self._launched.append(_Launched(tuple(order), slots, is_drawn, draws, is_behind_cell, tried, uses))

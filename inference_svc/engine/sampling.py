@@ -1,7 +1,7 @@
 """From logits to next tokens of a batch: each row's depends on its own logits, settings and seed alone."""
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from inference_svc.engine.api import SamplingParams, TokenLogprobs
 from inference_svc.formats.grammars import GrammarMatcher
+from inference_svc.kv.batch.draw_pairs import NOT_SOUND
 from inference_svc.text.replies.reasoning_limit import ReasoningWatch
 from inference_svc.text.replies.replayed_reply import ReplayedReply
 
 # Below it the second likeliest token has no chance, and a division by it may leave float32's range.
 _LEAST_TEMPERATURE = 1e-4
-_NOT_SOUND = 1 << 31  # beside a token, whose number is less
-_PAIR = 2  # tokens of eight bytes
+_FEW = 2  # rows whose tokens are eight bytes
 _WORD_BITS = 32
 
 
@@ -241,11 +241,11 @@ class Draws:
         logits: mx.array,
         drafts: Sequence[Sequence[int]] = (),
         *,
-        is_read_beside: bool = False,
+        in_pairs: Callable[[mx.array, mx.array], list[mx.array]] | None = None,
     ) -> None:
         """One sampler for each of the first rows of logits [rows, vocabulary]. `drafts`: by sampler, tokens that were
-        computed behind its row, each in a row of its own there. Begins to compute and does not wait. `is_read_beside`:
-        they are read while the device computes something else.
+        computed behind its row, each in a row of its own there. Begins to compute and does not wait. `in_pairs`: see
+        `draw_pairs`; for draws that are read while the device computes something else.
         """
         self._drafts: list[Sequence[int]] = [*drafts] or [()] * len(samplers)
         self._first_rows = list(accumulate((1 + len(each) for each in self._drafts), initial=0))
@@ -256,7 +256,8 @@ class Draws:
         likeliest = mx.argmax(logits, axis=-1).astype(mx.uint32)
         # If the maximum is NaN or infinite, the row's arg max and draws mean nothing, now and in later steps. This is
         # two kernels; `isfinite` is six, of which CUDA's wait for the host's memory.
-        self._is_sound = mx.abs(logits.max(axis=-1)) < mx.inf
+        greatest = logits.max(axis=-1)
+        self._is_sound = mx.abs(greatest) < mx.inf
         self._planned: list[_PlannedDraw | KvasirError | None] = [None] * logits.shape[0]
         groups = self._groups()
         together = {sampler for group in groups for sampler in group}
@@ -275,9 +276,8 @@ class Draws:
             tokens = _drawn_together([*group], logits if is_all else logits[mx.array(rows)])
             self.tokens = tokens if is_all else _with(self.tokens, rows, tokens)
         arrays = [array for row in planned for array in (row.token, *row.logprobs)]
-        is_apart = is_read_beside and logits.shape[0] > _PAIR  # fewer are small as they are
-        self._read_apart = _in_pairs(self.tokens, self._is_sound) if is_apart else []
-        mx.async_eval(self.tokens, self._is_sound, *self._read_apart, *arrays)  # type: ignore[no-untyped-call]
+        self._read_apart = in_pairs(self.tokens, greatest) if in_pairs and logits.shape[0] > _FEW else []
+        mx.async_eval(self.tokens, *(self._read_apart or [self._is_sound]), *arrays)  # type: ignore[no-untyped-call]
 
     def read(self) -> list[Drawn | KvasirError]:
         """The next token of each row, or the row's own error, without drafts. Waits."""
@@ -301,7 +301,7 @@ class Draws:
             sound: Any = self._is_sound.tolist()
             return tokens, sound
         marked = [number for pair in self._read_apart for number in cast("list[int]", pair.tolist())]
-        return marked, [number < _NOT_SOUND for number in marked]  # the token of a row that is not sound means nothing
+        return marked, [number < NOT_SOUND for number in marked]  # the token of a row that is not sound means nothing
 
     def _read_one(
         self, sampler: Sampler, first: int, drafts: Sequence[int], tokens: list[int], sound: list[bool]
@@ -328,16 +328,6 @@ class Draws:
     def _chosen(self, likeliest: mx.array) -> mx.array:
         rows = enumerate(self._planned)
         return mx.stack([row.token if isinstance(row, _PlannedDraw) else likeliest[place] for place, row in rows])
-
-
-def _in_pairs(tokens: mx.array, is_sound: mx.array) -> list[mx.array]:
-    """Tokens of two rows each, with a bit for a row whose logits are no numbers. MLX's CUDA back end moves an array of
-    more than eight bytes to memory of both sides when the processor first reads it, and to free where it lay waits for
-    all that the device has to compute (`allocator.cpp`, `copy_to_managed`): beside a cell for 50 ms. A page of that
-    memory moves whole, so that a kernel of the step at hand which reads a block table there waits for 0.1 to 0.25 ms.
-    """
-    marked = mx.where(is_sound, tokens, tokens | mx.array(_NOT_SOUND, mx.uint32))
-    return [marked[place : place + _PAIR] + mx.array(0, mx.uint32) for place in range(0, marked.shape[0], _PAIR)]
 
 
 def _drawn(sampler: Sampler, token: int, is_sound: bool, row: _PlannedDraw | KvasirError | None) -> Drawn | KvasirError:

@@ -20,6 +20,7 @@ from inference_svc.kv.batch.decode_step import (
     table_width,
 )
 from inference_svc.kv.batch.decoded_layer import DecodedLayer
+from inference_svc.kv.batch.draw_pairs import in_pairs
 from inference_svc.kv.batch.fused_layer import FusedLayer
 from inference_svc.kv.batch.window_pass import WindowPass
 from inference_svc.kv.pages.pool import KvPool
@@ -132,6 +133,10 @@ class DecodeBatch:
         for kv in self.sequences:
             kv.advanced(1)
         return logits if self.keeps_graph else self._behind_writes(logits)
+
+    def in_pairs(self, tokens: mx.array, greatest: mx.array) -> list[mx.array]:
+        """See `draw_pairs`."""
+        return in_pairs(tokens, greatest, self._pool.dialect)
 
     def pass_of(self, token_ids: Sequence[int], given: Sequence[PassRows]) -> mx.array:
         """Rows of each sequence, by slot, in their order: logits [rows, vocabulary], not evaluated. Raises

@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from inference_svc.engine.api import SamplingParams
 from inference_svc.engine.sampling import Drawn, Draws, Sampler
+from inference_svc.kv.batch.draw_pairs import in_pairs
 
 VOCABULARY = 97
 STEPS = 6
@@ -249,7 +251,7 @@ def test_draws_that_are_read_beside_other_work_are_the_same_in_arrays_of_two_row
     def words(read: Sequence[Any]) -> list[Any]:
         return [each.reason if isinstance(each, Internal) else each for each in read]
 
-    beside = draws(is_read_beside=True)
+    beside = draws(in_pairs=partial(in_pairs, dialect=None))
     assert {array.nbytes for array in beside._read_apart} <= {4, 8}
     assert words(beside.read()) == words(draws().read())
 

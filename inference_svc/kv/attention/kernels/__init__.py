@@ -9,6 +9,7 @@ from pathlib import Path
 
 _HERE = Path(__file__).parent
 CUDA_INSTRUCTIONS = "cuda_instructions.h"
+PAIRS = 8  # results of `pairs_source`
 HOPPER_INSTRUCTIONS = "hopper_instructions.h"
 
 CUDA_SHARED = """
@@ -222,6 +223,14 @@ _NEW_INPUTS = ("queries", "keys", "values")
 def turns_source() -> KernelSource:
     """Of so many positions, the cosines and sines by which `attend_source` turns queries and keys; of CUDA alone."""
     return _source(Dialect.CUDA, "turns", _header(Dialect.CUDA, CUDA_INSTRUCTIONS), ("frequencies",), ("turns",))
+
+
+@cache
+def pairs_source() -> KernelSource:
+    """Drawn tokens become results of two rows each, of CUDA alone."""
+    outputs = tuple(f"pair{number}" for number in range(PAIRS))
+    lists = f"kv_u32* const results[] = {{{', '.join(outputs)}}};\n"
+    return _source(Dialect.CUDA, "pairs", _header(Dialect.CUDA), ("tokens", "greatest"), outputs, lists=lists)
 
 
 @cache

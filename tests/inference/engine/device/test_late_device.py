@@ -3,6 +3,7 @@ written again too early change replies.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from inference_svc.engine.grid import Cells
 from inference_svc.engine.sequence import Sequence
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.batch.decode_batch import DecodeBatch
+from inference_svc.kv.batch.draw_pairs import in_pairs
 from inference_svc.kv.batch.packed_pass import Cell, packed_logits
 from inference_svc.kv.batch.short_pass import ShortPass
 from inference_svc.kv.host_numbers import HostNumbers
@@ -71,6 +73,7 @@ class _Crowd:
         batch = DecodeBatch(self.pool, logits_of, 0, pass_rows=pass_rows)
         self.passes = ShortPass(self.pool, logits_of, "float32")
         batch._kept_graph = batch._traced  # type: ignore[assignment]
+        batch.in_pairs = partial(in_pairs, dialect=None)  # type: ignore[method-assign]
         self.passes._kept_graph = self.passes._traced  # type: ignore[assignment]
         self.decoder = Decoder(batch, cast("Drafter", _NoDrafts()), lambda: 0.0, looks_ahead=True)
         self.turns: list[Any] = []
