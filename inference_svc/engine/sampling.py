@@ -300,7 +300,8 @@ class Draws:
             tokens: Any = self.tokens.tolist()
             sound: Any = self._is_sound.tolist()
             return tokens, sound
-        marked = [number for pair in self._read_apart for number in cast("list[int]", pair.tolist())]
+        words = [number for pair in self._read_apart for number in cast("list[int]", pair.tolist())]
+        marked = words[: len(self._planned)]  # without the last one's spare word
         return marked, [number < NOT_SOUND for number in marked]  # the token of a row that is not sound means nothing
 
     def _read_one(
