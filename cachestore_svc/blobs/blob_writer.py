@@ -40,7 +40,7 @@ class BlobWriter(Protocol):
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
         """Append bytes. The tensor header is checked as soon as it is whole, before any further byte is kept. Raises
-        InvalidArgument (offset is not `received_bytes`, more bytes than the digest says, header refused) and
+        InvalidArgument (offset is not `received_bytes`, more bytes than the digest has, header refused) and
         ResourceExhausted (disk full). After a refused header the part is gone.
         """
 

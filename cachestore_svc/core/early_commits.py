@@ -1,4 +1,4 @@
-"""Commits that were asked for before their last blobs were durable: each is submitted right behind the operation that
+"""Commits that were requested before their last blobs were durable: each is submitted right behind the operation that
 lists the last of its blobs, so that one transaction, and one sync, does both.
 """
 

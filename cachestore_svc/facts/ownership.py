@@ -1,7 +1,7 @@
 """The owner of an agent: the one fact that decides which store may extend its memory, and how it changes hands. Pure.
 
 A move goes from a source to a destination. The source's fact alone decides: the destination owns the agent only after
-the source has said MOVED for that move. Between the first step and the last nobody may write, and two never may.
+the source has answered MOVED for that move. Between the first step and the last nobody may write, and two never may.
 
     source       OWNED ── offered ──▶ MOVING ── handed_over ──▶ MOVED
                    ▲───── undone ───────┘
@@ -164,7 +164,7 @@ def offered(
     *,
     is_ordered: bool = False,
 ) -> Ownership:
-    """The fact after `peer`, which knows `generation`, has asked for the agent. A repeated request goes on with the
+    """The fact after `peer`, which knows `generation`, has requested the agent. A repeated request goes on with the
     same move, a new one of the same peer replaces its earlier move. Unchanged if the move was handed over already.
     Each move that begins raises the generation, and none begins by an offer from before: so none begins twice.
     `is_ordered`: this store's owner gives it, also to a store that once claimed it. Raises FailedPrecondition
@@ -249,7 +249,7 @@ def arrived(agent_id: str, known: Ownership, move_id: str, now_unix_ms: int) -> 
 
 
 def did_not_arrive(known: Ownership, move_id: str, now_unix_ms: int) -> Ownership:
-    """The fact once the source has refused to hand over. A first copy of the source's is its own now, and says so."""
+    """The fact once the source has refused to hand over. A first copy of the source's is its own now, as it reports."""
     if known.state is not OwnerState.ARRIVING or known.move_id != move_id:
         return known
     state = OwnerState.OWNED if known.was_owned else OwnerState.MOVED
@@ -276,8 +276,8 @@ def claimed(known: Ownership, chance: int, now_unix_ms: int, above: int = 0, tel
 
 
 def fenced(agent_id: str, known: Ownership, peer: str, generation: int, now_unix_ms: int) -> Ownership:
-    """The fact after `peer` has said that the agent's owner is of `generation`. Stores that may still count on the
-    older owner are told next. Raises FailedPrecondition (OWNER_NEWER) when this store knows a newer one,
+    """The fact after `peer` has reported that the agent's owner is of `generation`. Stores that may still count on the
+    older owner hear of it next. Raises FailedPrecondition (OWNER_NEWER) when this store knows a newer one,
     PermissionDenied (PEER_MAY_NOT) for a generation that is not to be believed."""
     if known.state is OwnerState.MOVED and known.generation == generation:
         return known

@@ -72,7 +72,7 @@ class LineKey(NamedTuple):
 
 
 class LineQuery(NamedTuple):
-    """Asks for lines of an agent; without a KV identity for all, or, of one, that of the newest version."""
+    """A query for lines of an agent; without a KV identity for all, or, of one, that of the newest version."""
 
     agent_id: str
     kv_identity_hash: str | None = None

@@ -1,10 +1,10 @@
-"""Agents that change hands: the destination pulls, and owns what it pulled once the source has said so.
+"""Agents that change hands: the destination pulls, and owns what it pulled once the source has confirmed it.
 
     copy while the source goes on → offer (nobody extends it now) → copy the rest → receive (durable here)
         → hand over (the source decides) → arrive
 
 After a crash or a cut anywhere `keep` does what is left: a store that received gets the source's decision; a
-source whose destination is silent takes the agent back; a claim is told to whoever must know.
+source whose destination is silent takes the agent back; a claim is reported to all that must know.
 """
 
 import asyncio
@@ -84,7 +84,7 @@ class Moves:
         self, namespace: str, peer: str, agent_id: str, move_id: str, *, is_dry_run: bool
     ) -> AsyncGenerator[Any, None]:
         """Give an agent to a peer: it takes it, and its responses are passed on."""
-        await self._store.run(namespace, self._store.agents.get, agent_id)  # or both peers would say that there is none
+        await self._store.run(namespace, self._store.agents.get, agent_id)  # else both peers would report none
         name, orders = self._peers.settings(peer, namespace).name, self._handing_over.orders
         async with (
             self._peers.connect(peer, namespace) as remote,
@@ -243,7 +243,7 @@ class Moves:
             return await self._decided(remote, namespace, agent_id, known)
 
     async def _decided(self, remote: AioStoreClient, namespace: str, agent_id: str, known: Ownership) -> Ownership:
-        """Ask the source of an agent that has been received for its decision, and follow it. Raises Unavailable."""
+        """Request the decision of the source of an agent that was received, and follow it. Raises Unavailable."""
         for tries_left in reversed(range(_TRIES)):
             try:
                 with answers_of_peer(known.peer):

@@ -1,7 +1,7 @@
 """The exchange of certificates under a code, as steps of bytes: no network, no files, clock and randomness passed in.
 
 Both sides run SPAKE2 over the code, so that each guess takes a run of the exchange with a side that knows the code.
-Every later message is sealed (AES-256-GCM) under a key of its own, derived from SPAKE2's key and all that was said
+Every later message is sealed (AES-256-GCM) under a key of its own, derived from SPAKE2's key and all that was sent
 before: whoever changed, left out or repeated a message cannot go on. The joiner proves the code first, so that a host
 reveals nothing to somebody who guesses. The last messages are signatures by the keys of the certificates.
 

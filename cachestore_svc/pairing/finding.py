@@ -34,7 +34,7 @@ def check_zeroconf() -> None:
 
 @asynccontextmanager
 async def announced(name: str, address: str) -> AsyncIterator[None]:
-    """Tell the network, while inside, that a code is waited for at HOST:PORT. Never tells the code. Raises
+    """Announce to the network, while inside, that a code is waited for at HOST:PORT; never the code. Raises
     FailedPrecondition for a host without an address that others can name.
     """
     from zeroconf import ServiceInfo
@@ -69,7 +69,7 @@ def _nameable(addresses: Collection[str]) -> list[str]:
 
 
 async def find(seconds: float, interfaces: list[str] | None = None) -> list[WaitingMac]:
-    """Who says within this time that it waits, in the order of names; what no store would say is left out."""
+    """Stores that announce within this time that they wait, by name; what no store would announce is left out."""
     from zeroconf import InterfaceChoice, ServiceStateChange
     from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 

@@ -68,10 +68,9 @@ class AioStore:
         self, namespace: str, agent_id: str, left_s: float | None, call: Callable[[], Awaitable[Answer]]
     ) -> Answer:
         """The answer of `call`, which takes the agent's memory back, once no lease is in its way: a call that finds a
-        live lease asks its holder to let go, and is repeated once that one did, or at intervals: a lease that ends, or
-        is given back to another store over the same catalog, is reported by nobody. `left_s`: the caller's time; None:
-        as long as a lease holds. Raises what `call` raises, and Unavailable (LEASE_HELD) when the lease outlasts the
-        caller's time.
+        live lease requests its release, and is repeated once that came, or at intervals: nobody reports a lease that
+        ends, or one that goes back to another store over the same catalog. `left_s`: the caller's time; None: as long
+        as a lease holds. Raises what `call` raises, and Unavailable (LEASE_HELD) when the lease outlasts that time.
         """
         loop, released, pause_s = asyncio.get_running_loop(), asyncio.Event(), LOOK_S
         give_up = None if left_s is None else loop.time() + left_s - max(_ANSWER_S, _ANSWER_PART * left_s)

@@ -31,7 +31,7 @@ class Blobs:
         self.are_far = core.blobs.is_shared  # they lie in a bucket
 
     def find_missing(self, namespace: str, digests: Sequence[Digest]) -> list[Digest]:
-        """Digests that the namespace lacks or holds damaged, in the order asked. Extends the others' lifetimes."""
+        """Digests that the namespace lacks or holds damaged, in the given order. Extends the others' lifetimes."""
         names = [(digest.hash, digest.size_bytes) for digest in digests]
         whole = self.find_whole(namespace, names)
         return [digest for digest, name in zip(digests, names, strict=True) if name not in whole]
@@ -185,7 +185,7 @@ class Blobs:
     def read(self, namespace: str, digest: Digest, *, is_found: bool = False) -> memoryview:
         """The blob's bytes, verified. One that `leading_stored` found whole (`is_found`) is looked up again only if its
         bytes are not there any more, or not right. Raises NotFound, and DataLoss (metadata "digest") when they are
-        damaged: the blob is then quarantined, an event says so, and a later write may replace it."""
+        damaged: the blob is then quarantined, an event reports it, and a later write may replace it."""
         self._core.check_open(namespace)
         return read_blob(self._core, namespace, digest, is_found=is_found)
 

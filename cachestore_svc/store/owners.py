@@ -93,7 +93,7 @@ class Owners:
         return self._core.write(namespace, work)
 
     def fence(self, namespace: str, agent_id: str, peer: str, generation: int, may: May) -> Ownership:
-        """A peer says that an owner of this generation is known to it. Raises PermissionDenied as `may` does,
+        """A peer reports that it knows an owner of this generation. Raises PermissionDenied as `may` does,
         ResourceExhausted (DISK_FULL), FailedPrecondition (OWNER_NEWER when this store knows a newer one; LEASE_HELD
         while an engine here may still extend the agent)."""
 

@@ -19,7 +19,7 @@ LONG_CALLS = 2
 class StoreThreads:
     """A pool of threads. Wide, because most of them wait for the disk or for a commit that they share. One namespace
     has three quarters of them at most, so another one finds a free thread, and does not wait behind all that the first
-    has asked for. While another was here it has `beside` for quick calls: where these read and hash a disk's blobs,
+    has requested. While another was here it has `beside` for quick calls: where these read and hash a disk's blobs,
     more of them than there are processors only make that one wait.
     """
 

@@ -78,7 +78,7 @@ class Telling:
             client = await self._peers.client(moved.peer, reply.namespace)
             async with aclosing(client.read_turn(moved.resume_token, reply.caller)) as events:
                 async for event in events:
-                    if event.HasField("moved"):  # a name of the peer's own peers, which says nothing here
+                    if event.HasField("moved"):  # a name of the peer's own peers, which means nothing here
                         raise errors.Unavailable("the turn went on from there")
                     yield event
         except errors.KvasirError as error:
@@ -100,7 +100,7 @@ def _uncertain(error: errors.Unavailable) -> TurnMoved | None:
 
 
 def _of_peer(moved: TurnMoved, error: errors.KvasirError) -> errors.KvasirError:
-    """What its reader hears of a peer's error: what is between two engines says where the rest is."""
+    """What its reader hears of a peer's error: one between two engines names where the rest is."""
     between = (errors.Unavailable, errors.Unauthenticated, errors.PermissionDenied, errors.NotFound, errors.Internal)
     if not isinstance(error, between):
         return error

@@ -84,7 +84,7 @@ class _Listener:
         self._cuts = 0
 
     def __call__(self, events: list[api.Event]) -> None:
-        """At the end a copy is asked for here, because the next step may drop this memory for another."""
+        """At the end a copy is requested here, because the next step may drop this memory for another."""
         pinning, can_wait = None, True
         for event in events:
             if isinstance(event, _WAITING):
@@ -99,7 +99,7 @@ class _Listener:
 
 
 def _cut(prepared: Prepared, event: api.Event) -> Prepared | None:
-    """What is left of the prepared KV, if the event says that the turn's KV has other rows behind some place."""
+    """What is left of the prepared KV, if the event reports that the turn's KV has other rows behind some place."""
     if isinstance(event, api.Started):
         return prepared.begun(event)
     if isinstance(event, api.Resumed) and event.lost_tokens:

@@ -90,7 +90,7 @@ class Patience:
             (self._slow.add if is_slow else self._slow.discard)(kind)
 
     def first_bytes(self, found: Arriving, name: str, most_bytes: int) -> memoryview:
-        """Of an object that comes, at most so many. The server may have named any size: not much is asked for on its
+        """Of an object that comes, at most so many. The server may have named any size: not much is requested on its
         word."""
         data = self._memory.take(min(most_bytes, found.size_bytes, _TRUSTED_BYTES))
         filled, filled_then, give_up, least = 0, 0, self._steady() + PATIENCE_S, self._least_bytes()

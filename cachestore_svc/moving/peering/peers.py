@@ -177,7 +177,7 @@ def name_of(caller: Principal) -> str:
 
 @contextmanager
 def errors_of_peer(name: str) -> Iterator[None]:
-    """Say whose error it is; what is the peer's affair becomes UNAVAILABLE or a failed precondition here."""
+    """Name whose error it is; what is the peer's affair becomes UNAVAILABLE or a failed precondition here."""
     try:
         yield
     except errors.KvasirError as error:

@@ -73,7 +73,7 @@ def parse_address(text: str, forms: str = f"unix:/path, {TCP_FORMS}") -> Address
 
 
 def check_operators_address(text: str) -> str:
-    """The address, if it is HOST:PORT of this machine alone: its page asks for no credential. Raises AddressError."""
+    """The address, if it is HOST:PORT of this machine alone: its page needs no credential. Raises AddressError."""
     address = parse_address(text, TCP_FORMS)
     if address.socket_path is not None or not address.is_loopback:
         raise AddressError(f"{text}: metrics have no TLS and no credential: listen on 127.0.0.1:PORT")

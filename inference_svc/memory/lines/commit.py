@@ -1,4 +1,4 @@
-"""Makes one memory the next version of its line: `line_states` decides, this file asks the store and sends. It knows
+"""Makes one memory the next version of its line: `line_states` decides, this file queries the store and sends. It knows
 that nobody took back what the memory extends, and of commits whose answers were lost.
 """
 
@@ -71,7 +71,7 @@ class Commit:
     lease: LineLease
     parts: LineParts
     own: frozenset[Digest]
-    """Manifests of the agent that this engine stored lately, for a turn that could not ask for the newest version."""
+    """Manifests of the agent that this engine stored lately, for a turn that could not request the newest version."""
     noted_s: dict[str, float] = field(default_factory=dict)
     """When the last try had named its files, and had stored them."""
 
@@ -129,7 +129,7 @@ class Commit:
                 self._stands(self._standing.decided())
 
     async def _generation(self) -> int:
-        """Of the line's lease, where the turn had none: the store must be asked about the time before."""
+        """Of the line's lease, where the turn had none: the store must answer for the time before."""
         try:
             lease = await self.lease.obtain(self.parts.limits.commit_wait_s)
         except errors.Unavailable as error:

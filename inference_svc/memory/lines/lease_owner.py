@@ -59,7 +59,7 @@ class LeaseOwner:
 
 
 def _boot() -> str:
-    """Which start of this machine it is; empty where the system does not say."""
+    """Which start of this machine it is; empty where the system does not report it."""
     if sys.platform == "darwin":
         text = ctypes.create_string_buffer(64)
         size = ctypes.c_size_t(len(text))

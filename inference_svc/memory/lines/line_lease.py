@@ -119,7 +119,7 @@ class LineLease:
             await self._release(lease)
 
     def _dropped(self) -> Lease | None:
-        """A release may arrive behind the next request, which therefore begins anew: its generation differs."""
+        """A release may arrive behind the next request, which therefore begins again: its generation differs."""
         lease, self.held, self._generation = self.held, None, 0
         self._epoch += 1
         return lease

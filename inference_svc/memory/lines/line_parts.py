@@ -14,7 +14,7 @@ from inference_svc.memory.service_stats import ServiceStats
 class PublishingLimits:
     commit_wait_s: float  # how long a turn's final message waits for its commit before it reports PENDING
     timeout_s: float  # after so long without progress a publication fails; the memory stays hot, and is tried again
-    head_budget_s: float  # time to ask for the newest version when a turn began without knowing it
+    head_budget_s: float  # time to request the newest version when a turn began without knowing it
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ class Use(Enum):
 class Standing:
     """Where a memory stands on its line, as far as this engine knows."""
 
-    head: Head | None  # None: the store could not be asked when the memory was made
+    head: Head | None  # None: the store could not answer when the memory was made
     stage: Stage = Stage.MADE
     # Of the lease under which the memory was made; 0: none. The store refuses the commit if another engine held the
     # line since, or if it was rolled back.

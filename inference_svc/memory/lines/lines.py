@@ -1,4 +1,4 @@
-"""The lines of one namespace that this engine extends: found by agent, prolonged by one heartbeat, told of events. A
+"""The lines of one namespace that this engine extends: found by agent, kept by one heartbeat, informed by events. A
 lease is given back when its agent's memory was dropped, or another engine wants it and no turn runs; at once for a
 rollback, a deletion or the like.
 """
@@ -110,7 +110,7 @@ class Lines:
             if agent_id not in renewed.lost:
                 lease.prolonged(asked_at)
                 continue
-            # A lease that had not ended was taken back. The event that says so may come later, or not at all.
+            # A lease that had not ended was taken back. The event that reports it may come later, or not at all.
             if not lease.has_ended(self._parts.lease_clock()):
                 line.wanted(takes_back=True)
             line.lease.held = None

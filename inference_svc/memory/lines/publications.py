@@ -218,7 +218,7 @@ class Publications:
         if (stored := _stored(memory.publication)) is not None:
             return stored
         if not memory.publication.is_running:
-            # The engine takes it before it begins another turn of the agent, for which it is asked later.
+            # The engine takes it before it begins another turn of the agent, which is requested later.
             self.publish(memory, asked or self._pin(memory), previous, stream)
         return await self.outcome(memory.publication)
 

@@ -57,7 +57,7 @@ class BlockStream:
 
     def keeps(self, blocks: int, reused: int) -> None:
         """The turn's KV has so many of the stored blocks at most, and reuses so many of the memory that it extends;
-        others are computed anew. Pieces on their way have blocks from before: they go on with the list that they began
+        others are computed again. Pieces on their way have blocks from before: they go on with the list that they began
         with.
         """
         self._reused = reused
@@ -71,7 +71,7 @@ class BlockStream:
             self._task = asyncio.create_task(self._send())
 
     def pin_rest(self, cuts: int, kept_blocks: int, stored_windows: Mapping[int, StoredWindow]) -> Pinning:
-        """The turn is over: ask the engine for what is not under way yet. From any thread: it only reads. The turn's KV
+        """The turn is over: request what is not under way yet from the engine. From any thread: it only reads. Its KV
         was cut so often (`keeps`), and has so many of the stored blocks; perhaps the event loop has not heard of it.
         """
         current = self._current
@@ -111,7 +111,7 @@ class BlockStream:
                 if not await self._sending.put(copy, most * self._copies.block_bytes):
                     return
         except Exception as error:  # noqa: BLE001 - it has no reader but the log
-            # The next full block tries again; the end of the turn sends what is missing, and says so if it cannot.
+            # The next full block tries again; the end of the turn sends what is missing, and reports it if it cannot.
             _LOG.info("publish.blocks_failed", error=type(error).__name__, reason=getattr(error, "reason", ""))
         finally:
             self._task = None

@@ -20,7 +20,7 @@ from inference_svc.memory.agent_memory import StoredFiles
 from inference_svc.memory.stored_windows import StoredWindow
 
 _PIECE_BYTES = 16 << 20
-# Where threads copy. A cell of 2,048 tokens of Llama 3.1 8B has as many, and a copy is asked for between two cells.
+# Where threads copy. A cell of 2,048 tokens of Llama 3.1 8B has as many, and a copy is requested between two cells.
 _PIECE_BYTES_OF_THREADS = 72 << 20
 
 # The more of them hammer at a store that is late, the later it is, for new turns too.
@@ -90,7 +90,7 @@ class Copies:
         return self.piece_blocks * self.block_bytes
 
     def pin(self, key: AgentKey, first_block: int, stored: Mapping[int, StoredWindow]) -> "Pinning":
-        """Ask for the key's memory as it is now, and its piece from a block on. `stored` files need no copy."""
+        """Request the key's memory as it is now, and its piece from a block on. `stored` files need no copy."""
         return self._engine.memories.pin(key, first_block, self.piece_blocks, _places(stored))
 
     async def piece(self, pinned: PinnedMemory, first_block: int, stored: Mapping[int, StoredWindow]) -> Snapshot:

@@ -43,7 +43,7 @@ class MemoryFiles:
         return self._memory.files
 
     async def pinned(self, asked: Pinning, *, waits: bool = False) -> None:
-        """Take what was asked for; `waits`: not to be sent at once. Raises ResourceExhausted if the memory is gone."""
+        """Take what was requested; `waits`: not to be sent at once. Raises ResourceExhausted if the memory is gone."""
         pinned = await await_copy(asked)
         if pinned is None or pinned.state.token_ids != self._memory.transcript.token_ids:
             raise errors.ResourceExhausted("the memory was dropped or went on before it could be stored")

@@ -19,7 +19,7 @@ TIMES: Sequence[tuple[str, frozenset[str], Callable[[str], str]]] = (
 )
 """What two texts may differ in alone, the rules that keep it, and a text without it."""
 _PIECE = re.compile(r"\n|(?<=[.!?])\s+")
-_SHOWN_CHARS, _BEFORE_CHARS = 200, 120  # of a sentence that is longer: what is said again, and how much before a value
+_SHOWN_CHARS, _BEFORE_CHARS = 200, 120  # of a sentence that is longer: what is repeated, and how much before a value
 
 Messages = tuple[manifest_pb2.Message, ...]
 

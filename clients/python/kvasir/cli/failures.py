@@ -194,7 +194,7 @@ def _wrong_usage(error: typer.TyperException) -> WrongUsage:
 
 
 def _in_group(context: typer.Context, said: str) -> str:
-    """What typer said, but of a command that groups have, as `ls`, with these in place of names that are alike."""
+    """Typer's words, but of a command that groups have, as `ls`, with these in place of names that are alike."""
     wanted = re.match(r"No such command '(.+?)'", said)
     groups = getattr(context.command, "commands", {}).items()
     found = [

@@ -126,7 +126,7 @@ def claim(
     """Take back an agent whose move stopped halfway, or, with --force, whose owner is gone.
 
     If that Mac comes back, it keeps its versions for reading, and no longer extends the agent. After a recovery the
-    store first asks every peer: an agent that a peer owns stays there."""
+    store first queries every peer: an agent that a peer owns stays there."""
     if bool(agent) == recovered:
         raise failures.WrongUsage("expected AGENT or --recovered", field="agent")
     with store_client(caller) as client:

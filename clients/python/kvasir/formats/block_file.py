@@ -198,7 +198,7 @@ def _leading_identity(text: bytes) -> tuple[FileIdentity, int]:
 
 @lru_cache(LAYOUTS)
 def _layout(entries: bytes, kv_identity_hash: str, window: int, rows: int) -> Layout:
-    """The layout of these `tensor_entries`. `rows`: as many as the file says that it has; 0: it is a state. Where they
+    """The layout of these `tensor_entries`. `rows`: as many as the file claims; 0: it is a state. Where they
     are those of a checked file of the same group but for the rows, nothing else can be wrong.
     """
     known = _known_layouts(kv_identity_hash, window)

@@ -99,7 +99,7 @@ class Listening:
 @dataclass(frozen=True, slots=True)
 class MutualTls:
     """A door for those who show a certificate: where it is, the key and certificate (PEM) that it shows, and the
-    certificates (PEM) of who may come in, both asked again for every connection."""
+    certificates (PEM) of who may come in, both read again for every connection."""
 
     address: str  # HOST:PORT
     identity: Callable[[], tuple[bytes, bytes]]

@@ -155,7 +155,7 @@ def _check_not_reserved(name: str) -> None:
 
 
 def _check_new(name: str, namespace: str, known: Iterable[Principal]) -> None:
-    """Raises for words that differ from a known one in case alone: they are files, which not all systems tell apart."""
+    """Raises for words that differ from a known one in case alone: they are files, which some systems take for one."""
     namespaces = {DEFAULT_NAMESPACE}
     for each in known:
         if each.name.casefold() == name.casefold():

@@ -15,7 +15,7 @@ _SECRET_LEADS = ("Here is a secret: ", "This is a secret: ", "Tell nobody: ", "K
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question, its one right answer, and the answer of an agent that was not told."""
+    """A question, its one right answer, and the answer of an agent that does not know it."""
 
     text: str
     answer: str
@@ -68,7 +68,7 @@ def story_of(talk: dict[str, Any], turns: int) -> Story:
     lived: list[Turn] = []
     begin = 0
     for end in _cuts(messages, turns):
-        # The oldest first: a fact that was told long ago is harder to remember.
+        # The oldest first: a fact from long ago is harder to remember.
         question = next(each for each in left if each.told_in < end)
         left.remove(question)
         asked = message("user", question.text)

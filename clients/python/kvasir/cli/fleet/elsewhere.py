@@ -1,6 +1,6 @@
 """The store of `kvasir up --store`, which runs elsewhere: its tokens, and whether this engine can use it.
 
-It is asked before anything starts, because an engine alone starts without a store that refuses it, and forgets."""
+It is queried before anything starts, because an engine alone starts without a store that refuses it, and forgets."""
 
 import socket
 import ssl
@@ -141,7 +141,7 @@ def _check_answer(
 
 
 def _why_unavailable(endpoint: Endpoint) -> KvasirError:
-    """gRPC has one word for "nobody listens" and for "the certificate is another one": ask again without gRPC."""
+    """gRPC has one word for "nobody listens" and for "the certificate is another one": try again without gRPC."""
     if not accepts(endpoint.address):
         return Unavailable.of("--store", f"nothing answers at {endpoint.address}", reason="STORE_UNREACHABLE")
     problem = _tls_problem(endpoint)

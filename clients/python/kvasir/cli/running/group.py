@@ -54,7 +54,7 @@ class ServiceState:
 
 
 def service_states(caller: Caller) -> list[ServiceState]:
-    """How each service is that the caller speaks to, by its process and by its own answer."""
+    """The state of each service that the caller uses, by its process and by its own answer."""
     running, alive = caller.home.running(), holders(caller.home.services_lock_file)
     endpoints = {"store": caller.store, "engine": caller.engine}
     if running is not None and not running.engine and not caller.engine_address:  # `kvasir store serve`
@@ -83,7 +83,7 @@ def _with_facts(caller: Caller, state: ServiceState) -> ServiceState:
 
 def _shut_namespaces(home: Home) -> Iterator[str]:
     """Why the home's store opens sealed namespaces to nobody: it refuses their engine's tokens, and names the key that
-    it lacks. Of a key that was destroyed nothing can be mended."""
+    it lacks. Of a key that was destroyed nothing can be repaired."""
     listed = home.sealed_file.read_text().split() if home.sealed_file.exists() else ()
     for namespace in listed:
         store = replace(home.endpoint("store"), token_file=home.tokens / f"{engine_of(namespace)}.token")

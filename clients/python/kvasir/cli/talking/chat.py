@@ -64,7 +64,7 @@ class ChatOptions:
     def of_turn(self) -> GenerateOptions:
         """Raises WrongUsage."""
         sampling, thinking = inference_pb2.Sampling(temperature=self.temperature), _thinking(self.think)
-        # What was said before Ctrl-C is what a person has read.
+        # What came before Ctrl-C is what a person has read.
         options = GenerateOptions(max_tokens=self.max_tokens, sampling=sampling, thinking=thinking, keep_partial=True)
         if self.on_full is not None:
             setting = inference_pb2.OnFull(policy=getattr(inference_pb2, f"ON_FULL_POLICY_{self.on_full.name}"))
@@ -230,7 +230,7 @@ class Conversation:
                 time.sleep(min(error.retry_after_s or RETRY_S, ANSWER_S))
 
     def _comes_back(self, error: Unavailable) -> bool:
-        """Whether a refusal passes: the engine says so, or it is the home's and its `kvasir up` starts it again."""
+        """Whether a refusal passes: the engine reports it, or it is the home's and its `kvasir up` starts it again."""
         is_homes = self.caller.engine.address == self.caller.home.endpoint("engine").address
         return error.retry_after_s is not None or (is_homes and is_led(self.caller.home))
 
@@ -282,7 +282,7 @@ class Conversation:
             self.caller.say(f"the memory is {share:.0%} full; {remedy}")
 
     def command(self, line: str) -> None:
-        """What a line with a slash asks for."""
+        """What a line with a slash requests."""
         name, _, argument = line.partition(" ")
         argument = argument.strip()
         if name == "/memory":
@@ -334,7 +334,7 @@ def _versions(store: StoreClient, newest: cachestore_pb2.SnapshotVersion) -> str
 def texts(prompt: Callable[[], str], say: Callable[[str], None]) -> Iterator[str]:
     """Each text, without empty ones, until the input ends. `prompt` is called before each line of a person.
 
-    At a prompt the first Ctrl-C drops what was typed and says how to leave; the second, in a row, leaves."""
+    At a prompt the first Ctrl-C drops what was typed and shows how to leave; the second, in a row, leaves."""
     is_person = sys.stdin.isatty()
     if is_person:
         _load_line_editing()
