@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from itertools import product
@@ -31,7 +31,8 @@ _QUESTION_TOKENS = 48  # of a pass that a restored agent's turn begins with, mos
 _LONG_PROMPT = 32_768
 _DEEP_TOKENS = 16_384  # to restore more takes 0.1 s and longer, beside which a graph's 15 ms are little
 _CROWDS_ROWS = (2, 4, 8, 16, 32, 64)  # of steps that decode a crowd
-_PACKED_ROWS = range(2, 34, 2)  # of passes over its prompts: up to a whole cell
+_FIRST_PACKED = (16, 20, 12, 8, 4, 24, 10, 6)  # of most passes over its prompts, beside streams
+_PACKED_ROWS = range(2, 34, 2)  # all: up to a whole cell
 _CROWD = 8
 _CROWD_REPLY = 24  # tokens: the first still decodes when the last one begins to
 _TRIES = 5  # callers who come so often compile their own shapes
@@ -80,13 +81,13 @@ async def warm_up_while_idle(engine: Engine, is_idle: Callable[[], bool], clock:
     """
     if engine.device == "cpu":
         return
-    cell = _cell(engine)
+    cell, soon = _cell(engine), _soon_graphs(engine)
+    await _keep_while_idle(engine, soon, is_idle)
     await _run_while_idle(engine, _streams(engine), is_idle, clock)
-    await _keep_while_idle(engine, _soon_graphs(engine), is_idle)
     for tokens in KEPT_TOKENS:
         await _run_while_idle(engine, [(min(tokens, cell), 1)], is_idle, clock)
     short = product(KEPT_TOKENS, _depths(engine), [1])
-    await _keep_while_idle(engine, (*_crowds_graphs(engine), *short), is_idle)
+    await _keep_while_idle(engine, [each for each in (*_crowds_graphs(engine), *short) if each not in soon], is_idle)
     took_s = await _run_while_idle(engine, [(cell, 1)], is_idle, clock)
     count = int(1 / max(took_s, LOOK_S))
     await _run_while_idle(engine, _crowd(engine)[:count], is_idle, clock)
@@ -168,11 +169,14 @@ def _run_each_kernel(engine: Engine) -> None:
         _remember(engine, min(_MIDDLING_TOKENS, longest - _DECODED_TOKENS))
 
 
-def _soon_graphs(engine: Engine) -> Iterable[tuple[int, int, int]]:
-    """Those that are needed first: of deep restored turns, and of a crowd whose turns begin one after the other."""
+def _soon_graphs(engine: Engine) -> Collection[tuple[int, int, int]]:
+    """Those that are needed first: of a crowd whose turns begin one after the other, which makes a dozen of them if it
+    comes at once, each in 20 to 40 ms; and of deep restored turns.
+    """
     depths = _depths(engine)
-    crowd = product([0], depths[:2], _CROWDS_ROWS[:3]) if _rounds_rows(engine) else ()
-    return (*product((_QUESTION_TOKENS, 0), [depth for depth in depths if depth >= _DEEP_TOKENS], [1]), *crowd)
+    steps, passes = product([0], depths[:2], _CROWDS_ROWS[:3]), product([ROW_TOKENS], depths[:1], _FIRST_PACKED)
+    crowd = (*steps, *passes) if _rounds_rows(engine) else ()
+    return (*crowd, *product((_QUESTION_TOKENS, 0), [depth for depth in depths if depth >= _DEEP_TOKENS], [1]))
 
 
 def _crowds_graphs(engine: Engine) -> Iterable[tuple[int, int, int]]:

@@ -103,7 +103,7 @@ def test_a_device_keeps_graphs_for_each_width_of_the_context(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a step and of a question before it is ready, the deepest soon after it, of all short passes while nobody has a
-    turn; of crowds only on CUDA: a Mac would take seconds for their passes.
+    turn, each once; of crowds only on CUDA: a Mac would take seconds for their passes.
     """
     kept: list[tuple[int, int, int]] = []
     engine = Engine.open(write_family(tmp_path, ALL["llama3.1"]), cache_dir=tmp_path, memory_budget_bytes=BUDGET)
@@ -118,7 +118,10 @@ def test_a_device_keeps_graphs_for_each_width_of_the_context(
         assert {*kept} == {(tokens, depth, 1) for tokens in (0, 48) for depth in (0, 2049, 4097, 8193)}
         kept.clear()
         asyncio.run(warm_up_while_idle(engine, lambda: True, lambda: 0.0))
-        soon = {(0, depth, rows) for depth in (0, 2049) for rows in (2, 4, 8) if device == "cuda"}
+        soon = {(0, depth, rows) for depth in (0, 2049) for rows in (2, 4, 8)}
+        soon |= {(64, 0, rows) for rows in (4, 6, 8, 10, 12, 16, 20, 24)}
+        soon = soon if device == "cuda" else set()
+        assert {*kept[: len(soon)]} == soon, "of a crowd that comes at once"
         soon |= {(tokens, 16_385, 1) for tokens in (0, 48)}
         assert {*kept[: len(soon)]} == soon
         depths = (0, 2049, 4097, 8193, 16_385)
@@ -126,6 +129,7 @@ def test_a_device_keeps_graphs_for_each_width_of_the_context(
         crowds |= {(64, depth, rows) for depth in (0, 2049) for rows in range(2, 34, 2)}
         crowds = crowds if device == "cuda" else set()
         assert {*kept} == {(tokens, depth, 1) for tokens in KEPT_TOKENS for depth in depths} | crowds | soon
+        assert len(kept) == len({*kept})
         assert (32_767 in prompts) == (device == "cuda"), "whose attention plans each depth"
     finally:
         engine.close()
