@@ -124,9 +124,9 @@ def check(said: Said, known: Ownership) -> None:
 
 def _may_not(said: Said, problem: str, option: str) -> PermissionDenied:
     peer = next(iter(said.names))
-    mend = f"; `kvasir peers allow {peer} {option}` there allows it" if option else ""
+    remedy = f"; `kvasir peers allow {peer} {option}` there allows it" if option else ""
     return PermissionDenied(
-        f"agent {said.agent_id!r}, peer {peer}: {problem}{mend}",
+        f"agent {said.agent_id!r}, peer {peer}: {problem}{remedy}",
         reason="PEER_MAY_NOT",
         metadata={"agent_id": said.agent_id, "verb": said.verb.name.lower()},
     )

@@ -77,8 +77,8 @@ def open_directory(
             on_server.check_no_index(config.data_dir, DATABASE)
         files = KeyFiles(config.data_dir, disk)
         records = files.read()
-        if sweeps and (mended := files.mend(records)):
-            structlog.get_logger("cachestore").warning("keys.mended", namespaces=mended)
+        if sweeps and (repaired := files.repair(records)):
+            structlog.get_logger("cachestore").warning("keys.mended", namespaces=repaired)
         seals = Seals(records, masters, config.sealed_namespaces)
         plain = blobs or blobs_of(config, disk, only_looks=not sweeps)
         sealed = SealedBackend(plain, seals, means.random_bytes)

@@ -57,9 +57,9 @@ class KeyFiles:
             self._disk.rename(new, path)
             self._disk.fsync_directory(self._directory)
 
-    def mend(self, records: Records) -> list[str]:
+    def repair(self, records: Records) -> list[str]:
         """Rewrite the records of which a copy or the mark is missing, damaged or older; returns their namespaces."""
-        mended = []
+        repaired = []
         for place, record in records.items():
             is_marked = self._disk.has(self._mark(place))
             data = keys.to_bytes(record) if record else b""
@@ -68,8 +68,8 @@ class KeyFiles:
                 with contextlib.suppress(OSError):
                     self._make_mark(place)
                     self.write(record)
-                    mended.append(record.namespace)
-        return mended
+                    repaired.append(record.namespace)
+        return repaired
 
     def _read(self, place: str) -> KeyRecord | None:
         found = [keys.from_bytes(self._bytes(path)) for path in self._paths(place)]

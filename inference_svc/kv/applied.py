@@ -20,7 +20,7 @@ def applied_layers(layout: Layout, identity: identity_pb2.KvIdentity, pool: KvPo
             keys[index], values = _some_rows(layout, index)
             layer.update_and_fetch(keys[index], values)
     commit(kv, layers, len(PROBE_TOKENS))
-    return sum(is_stored_as_said(kv, index, identity, given) for index, given in keys.items())
+    return sum(is_stored_as_named(kv, index, identity, given) for index, given in keys.items())
 
 
 def _some_rows(layout: Layout, index: int) -> tuple[mx.array, mx.array]:
@@ -32,18 +32,18 @@ def _some_rows(layout: Layout, index: int) -> tuple[mx.array, mx.array]:
     return keys, values
 
 
-def is_stored_as_said(kv: SequenceKV, layer: int, identity: identity_pb2.KvIdentity, keys: mx.array | None) -> bool:
+def is_stored_as_named(kv: SequenceKV, layer: int, identity: identity_pb2.KvIdentity, keys: mx.array | None) -> bool:
     """Whether a layer stores `keys` as the policy wants, rotated only if it wants that, and shows them plain."""
     rows = kv.rows(layer, 0, kv.length) if keys is not None else None
-    said_units = [part.units for part in PageFormat.of(identity, layer).parts]
-    if keys is None or rows is None or [part.view(UNIT).shape[-1] for part in rows] != said_units:
+    wanted_units = [part.units for part in PageFormat.of(identity, layer).parts]
+    if keys is None or rows is None or [part.view(UNIT).shape[-1] for part in rows] != wanted_units:
         return False
     codec, given, policy = kv.pool.codecs[layer][0], keys.astype(mx.float32), identity.policy
     parts = rows[: codec.part_count]
     is_quantized = len(parts) > 1
-    says_rotated = is_quantized and policy.key_rotation == identity_pb2.KEY_ROTATION_HADAMARD
+    wants_rotated = is_quantized and policy.key_rotation == identity_pb2.KEY_ROTATION_HADAMARD
     stored = _plain_values(parts, policy) if is_quantized else parts[0].astype(mx.float32)
-    if _is_rotated(stored, given) != says_rotated:
+    if _is_rotated(stored, given) != wants_rotated:
         return False
     return not _is_rotated(codec.decode(parts, mx.float32), given)
 

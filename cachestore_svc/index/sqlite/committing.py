@@ -27,7 +27,7 @@ _BOUND = """FROM json_each(:block_hash) AS wanted CROSS JOIN prefixes CROSS JOIN
 def commit_version(rows: Rows, asked: Commit, live: LeaseEnds, now_unix_ms: int) -> Done:
     """Make a manifest the line's next version. Raises Conflict, FailedPrecondition; see Store.commit."""
     (_, agent_id, kv_hash), terms = asked.line, asked.terms
-    _ask_ahead(RowsAhead(rows), asked)
+    _look_ahead(RowsAhead(rows), asked)
     known = _known_part(rows, asked)
     found = _find_behind(rows, asked, known.length)
     manifest = _whole_manifest(found, asked.manifest)
@@ -61,7 +61,7 @@ def commit_version(rows: Rows, asked: Commit, live: LeaseEnds, now_unix_ms: int)
     return Done(_version_of(asked, manifest, now_unix_ms), is_new=True)
 
 
-def _ask_ahead(rows: RowsAhead, asked: Commit) -> None:
+def _look_ahead(rows: RowsAhead, asked: Commit) -> None:
     """Send all reads with the next one."""
     (_, agent_id, kv_hash), terms = asked.line, asked.terms
     versions.newest_line(rows, agent_id)

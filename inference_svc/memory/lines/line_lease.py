@@ -136,7 +136,7 @@ class LineLease:
             )
 
     async def _acquire(self, *, takes: bool) -> None:
-        asked_at, epoch = self._parts.lease_clock(), self._epoch
+        sent_at, epoch = self._parts.lease_clock(), self._epoch
         try:
             granted = await self._store.leases.acquire(
                 self._key.agent_id,
@@ -152,9 +152,9 @@ class LineLease:
             _LOG.warning("lease.answer_not_understood", error=type(error).__name__)
             self.held, self._failure = None, errors.Unavailable("the store's answer was not understood")
         else:
-            lease = Lease.granted(granted.generation, granted.head.identity, asked_at)
+            lease = Lease.granted(granted.generation, granted.head.identity, sent_at)
             self._failure = None
-            if asked_at < self._doubted_at:
+            if sent_at < self._doubted_at:
                 lease.unverified(self._doubted_at)
             if self._epoch != epoch:  # taken back meanwhile: the granted head may be older than that
                 self._spawn(self._release(lease))

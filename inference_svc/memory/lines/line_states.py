@@ -38,14 +38,14 @@ class Lease:
     doubted_at: float = 0.0  # an answer to an earlier question may not know that it was taken back
 
     @classmethod
-    def granted(cls, generation: int, newest: Version, asked_at: float) -> "Lease":
-        """`asked_at`: the time before the request left. The store may have granted the lease as early as then."""
-        return cls(generation, newest, _end(asked_at), _end(asked_at))
+    def granted(cls, generation: int, newest: Version, sent_at: float) -> "Lease":
+        """`sent_at`: the time before the request left. The store may have granted the lease as early as then."""
+        return cls(generation, newest, _end(sent_at), _end(sent_at))
 
-    def prolonged(self, asked_at: float) -> None:
-        if asked_at >= self.doubted_at:
-            self.counts_until = max(self.counts_until, _end(asked_at))
-        self.ends_at = max(self.ends_at, _end(asked_at))
+    def prolonged(self, sent_at: float) -> None:
+        if sent_at >= self.doubted_at:
+            self.counts_until = max(self.counts_until, _end(sent_at))
+        self.ends_at = max(self.ends_at, _end(sent_at))
 
     def unverified(self, now: float) -> None:
         """The lease may have been lost unnoticed. It counts again when it is prolonged."""
@@ -63,8 +63,8 @@ class Lease:
         return now >= self.ends_at
 
 
-def _end(asked_at: float) -> float:
-    return asked_at + COUNTS_S
+def _end(sent_at: float) -> float:
+    return sent_at + COUNTS_S
 
 
 class Stage(Enum):

@@ -98,7 +98,7 @@ class Lines:
             await self._prolong({agent: kept[agent] for agent in agents[first : first + _MAX_PER_BEAT]})
 
     async def _prolong(self, leases: dict[str, Lease]) -> None:
-        asked_at = self._parts.lease_clock()
+        sent_at = self._parts.lease_clock()
         generations = {agent_id: lease.generation for agent_id, lease in leases.items()}
         renewed = await self.store.leases.renew(
             self._parts.owner, self._parts.engine.model.kv_identity_hash, generations, _BEAT_TIMEOUT_S
@@ -108,7 +108,7 @@ class Lines:
             if line is None or line.lease.held is not lease:
                 continue  # another lease was granted since: the answer is about the old one
             if agent_id not in renewed.lost:
-                lease.prolonged(asked_at)
+                lease.prolonged(sent_at)
                 continue
             # A lease that had not ended was taken back. The event that reports it may come later, or not at all.
             if not lease.has_ended(self._parts.lease_clock()):

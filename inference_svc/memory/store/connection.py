@@ -133,7 +133,7 @@ class StoreConnection:
             self.breaker.reset()
             return True
         if self.problem is not None:
-            self.breaker.ask_again()
+            self.breaker.try_again()
         elif self._known is None:
             self.breaker.trip()
         return None if is_late else False
@@ -225,7 +225,7 @@ class StoreConnection:
         except errors.NotFound:
             raise
         except errors.Unauthenticated as error:
-            self.breaker.ask_again()
+            self.breaker.try_again()
             raise StoreMiss(miss_of(error)) from error
         except (errors.KvasirError, StopAsyncIteration, ValueError) as error:
             raise StoreMiss(miss_of(error)) from error
@@ -241,7 +241,7 @@ class StoreConnection:
             self._late()
             raise
         except errors.Unauthenticated:
-            self.breaker.ask_again()
+            self.breaker.try_again()
             raise
 
     def _late(self) -> None:

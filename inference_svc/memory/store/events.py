@@ -81,5 +81,5 @@ class StoreEvents:
                     if (event := event_of(each)) is not None:
                         yield event
             except errors.Unauthenticated:
-                self._connection.breaker.ask_again()
+                self._connection.breaker.try_again()
                 raise

@@ -73,9 +73,9 @@ class Breaker:
             if self._prober is not None:
                 self._prober.cancel()  # after refusals it waits too long for a store that is away
                 self._prober = None
-            self.ask_again()
+            self.try_again()
 
-    def ask_again(self) -> None:
+    def try_again(self) -> None:
         if self._prober is None or self._prober.done():
             # In an empty context: the task outlives the call that found the store away.
             self._prober = asyncio.create_task(self._until_it_answers(), context=Context())

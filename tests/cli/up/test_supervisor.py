@@ -22,7 +22,7 @@ from kvasir.errors import Unavailable
 from tests.cli.running import process_exists
 
 QUICK = RestartPolicy(
-    max_crashes=3, within_s=30, first_delay_s=0.01, longest_delay_s=0.05, ask_every_s=0.02, silent_after_s=0.3
+    max_crashes=3, within_s=30, first_delay_s=0.01, longest_delay_s=0.05, look_every_s=0.02, silent_after_s=0.3
 )
 # Says that it is ready by making a file; ends at SIGTERM and writes that it did.
 SERVER = """

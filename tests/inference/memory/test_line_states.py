@@ -63,15 +63,15 @@ def test_a_lease_counts_for_its_owner_only_while_it_is_live_at_the_store(
     """However long requests and answers travel, whichever are lost, and though the two clocks run apart a little."""
     now, lease, live_until = 0.0, None, 0.0
     for there, back, is_heard in requests:
-        asked_at = now
-        arrived = asked_at + there
+        sent_at = now
+        arrived = sent_at + there
         if lease is None or arrived < live_until:
             live_until = arrived + LEASE_TTL_S * (1 + drift)
             now = arrived + back
             if is_heard and lease is None:
-                lease = Lease.granted(1, NOTHING, asked_at)
+                lease = Lease.granted(1, NOTHING, sent_at)
             elif is_heard and lease is not None:
-                lease.prolonged(asked_at)
+                lease.prolonged(sent_at)
         last = lease.counts_until - 1e-6 if lease is not None else now
         for moment in (now, now + asked_after, max(now, last)):
             if lease is not None and lease.counts(moment):

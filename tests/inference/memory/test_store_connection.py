@@ -232,7 +232,7 @@ async def test_a_store_that_goes_after_refusals_is_found_as_soon_as_any() -> Non
             raise refused
 
     breaker = Breaker(probe)
-    breaker.ask_again()
+    breaker.try_again()
     await are_told.wait()
     breaker.trip()
     await asyncio.wait_for(breaker.closed.wait(), 0.5)

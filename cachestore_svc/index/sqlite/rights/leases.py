@@ -39,7 +39,7 @@ def acquire_lease(
     """
     ends = live.within(rows)
     rows.make_namespace()
-    ask_ahead(RowsAhead(rows), line, live)
+    look_ahead(RowsAhead(rows), line, live)
     _check_not_barred(ends, line)
     held = rows_of(rows, LineQuery(line.agent_id))
     _check_free(ends, held, owner)
@@ -59,7 +59,7 @@ def acquire_lease(
     return token
 
 
-def ask_ahead(rows: RowsAhead, line: LineKey, live: LeaseEnds) -> None:
+def look_ahead(rows: RowsAhead, line: LineKey, live: LeaseEnds) -> None:
     """Send the reads of `acquire_lease` with the next one."""
     if live.in_ram is None:
         ends = live.within(rows)

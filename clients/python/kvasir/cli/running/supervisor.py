@@ -38,7 +38,7 @@ class RestartPolicy:
     within_s: float = 60.0
     first_delay_s: float = 0.5
     longest_delay_s: float = 8.0
-    ask_every_s: float = 5.0
+    look_every_s: float = 5.0
     silent_after_s: float = 30.0
 
     def delay_s(self, crashes: int) -> float:
@@ -136,7 +136,7 @@ class Supervisor:
         """Report that a service hangs. It is not killed for it: what it computes may only be slow."""
         answered, is_silent = self._clock(), False
         while True:
-            await asyncio.sleep(self._policy.ask_every_s)
+            await asyncio.sleep(self._policy.look_every_s)
             if child.is_starting or await child.service.is_ready():
                 answered = self._clock()
                 if is_silent:
