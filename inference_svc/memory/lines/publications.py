@@ -106,12 +106,13 @@ class Publications:
         self._owe(publication)
         publication.progressed()
         files = MemoryFiles(self._key, memory, parts.copies, self._store, parts.limits.timeout_s)
-        draft = ManifestDraft(memory, parts.engine.model, self._packed)
         with self._in_use(), files:  # the line stays this engine's meanwhile
             try:
                 waits = any(not task.done() for task in before)
                 not_taken = await _refusal(files.pinned(asked, waits=waits))
                 copied_s = parts.clock()
+                # Not before: it keeps the interpreter from the threads that copy, and has time while files are written.
+                draft = ManifestDraft(memory, parts.engine.model, self._packed)
                 if before:  # even if this memory does not extend those: an agent's turns are stored in their order
                     await asyncio.wait(before)
                 # Even if this memory cannot be stored: the memory that extends it must know what it follows.

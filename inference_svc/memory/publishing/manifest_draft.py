@@ -1,4 +1,4 @@
-"""The manifest of a memory, drafted while its last files are copied and named: then it has only to name them."""
+"""The manifest of a memory, drafted while its last files are written and named: then it has only to name them."""
 
 import asyncio
 from collections.abc import Sequence

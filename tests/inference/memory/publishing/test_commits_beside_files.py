@@ -1,6 +1,7 @@
 """A commit that is sent beside its last files: to a store that lets it wait, and never in place of what is lost."""
 
 import asyncio
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from kvasir.formats.digest import Digest
 from inference_svc.memory.outcomes import SnapshotState
 from inference_svc.memory.publishing.manifest_draft import ManifestDraft
 from inference_svc.memory.store.answers import NO_HEAD, Head
-from tests.inference.memory.publication_world import House, remembered, run
+from tests.inference.memory.publication_world import House, Pinned, remembered, run, taken
 
 HEAD = Head(3, Digest.of(b"the version before"), 2)
 
@@ -89,6 +90,24 @@ def test_a_turn_ends_with_its_commits_answer_whatever_becomes_of_its_files_answe
         following = remembered("two", house.store.head)
         assert (await house.publish(following, memory)).state is SnapshotState.COMMITTED
         assert (house.began.count("write_tensors"), house.store.head.version) == (2, 5)
+
+    run(scenario)
+
+
+def test_a_manifest_is_drafted_behind_the_copies_that_its_publication_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        house, memory, asked = House(HEAD), remembered("one", HEAD), Future[Any]()
+        drafts, begin = list[ManifestDraft](), ManifestDraft.__init__
+        noted = lambda draft, *given: (drafts.append(draft), begin(draft, *given))[1]  # noqa: E731
+        monkeypatch.setattr(ManifestDraft, "__init__", noted)
+        publication = house.line.publications.publish(memory, asked)
+        await asyncio.sleep(0.01)
+        assert not drafts
+        asked.set_result(Pinned(taken(memory)))
+        assert (await publication).state is SnapshotState.COMMITTED
+        assert len(drafts) == 1
 
     run(scenario)
 
