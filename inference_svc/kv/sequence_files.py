@@ -153,24 +153,22 @@ class _TailCopy:
         self._parts = [(formats[first:end], runs[first:end]) for first, end in pairwise(edges)]
         self._units = [0, *accumulate(sum(each.units for each in some) for some, _ in self._parts)]
         self._lock = Lock()
-        self._made: tuple[Array, Array] | None = None
         self._left = parts
         self._failure: BaseException | None = None
 
     def begun(self) -> "Future[FileBytes]":
         file: Future[FileBytes] = Future()
+        # Its header takes a thread as long as a part does, and the parts are copied meanwhile.
+        self._made = begin_out(partial(_new_tail, self._layout, self._identity, self._units[-1]))
         for part in range(len(self._parts)):
             begin_out(partial(self._copy, part)).add_done_callback(partial(self._ended, file))
         return file
 
     def _copy(self, part: int) -> None:
         formats, runs = self._parts[part]
-        with self._lock:
-            if self._made is None:
-                self._made = _new_tail(self._layout, self._identity, self._units[-1])
         page = _memory.take(sum(size for _, size in runs))
         copy_out(runs, page)
-        rows = self._made[1][self._units[part] * self._identity.tokens // PAGE_TOKENS :]
+        rows = self._made.result()[1][self._units[part] * self._identity.tokens // PAGE_TOKENS :]
         _cut_layers(formats, self._identity.tokens, np.frombuffer(page, np.uint16), rows)
 
     def _ended(self, file: "Future[FileBytes]", copied: "Future[None]") -> None:
@@ -182,9 +180,9 @@ class _TailCopy:
                 return
         if self._failure is not None:
             file.set_exception(self._failure)
-        elif self._made is not None:
+        else:
             failed_copies.out.arrived()
-            file.set_result(self._made[0].data.toreadonly())
+            file.set_result(self._made.result()[0].data.toreadonly())
 
 
 def _tail_file(

@@ -125,7 +125,7 @@ def test_a_tail_is_copied_by_several_threads(
     monkeypatch.setattr(sequence_files, "begin_out", lambda work: (begun.append(work), begin_out(work))[1])
     size_bytes = sum(each.bytes for each in kv.pool.formats.values())
     monkeypatch.setattr(sequence_files, "_TAIL_PART_BYTES", size_bytes // parts)
-    assert (files_of(kv, identities_of(kv)), len(begun)) == (expected, 1 + parts), "a block, and parts of the tail"
+    assert (files_of(kv, identities_of(kv)), len(begun)) == (expected, 2 + parts), "a block, a header, and the tail"
 
 
 def test_nobody_waits_for_a_copy_who_does_not_want_its_bytes(driver: PlayedDriver | None) -> None:
