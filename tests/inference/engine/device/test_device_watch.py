@@ -17,6 +17,7 @@ from inference_svc.model import device_memory
 from tests.inference.engine.driving import Driver, Listener, driver_with_room_for, tokens_of
 from tests.inference.service.failing_device import LOST, NO_MEMORY
 
+_BITS_OF_A_BATCH = pytest.mark.cpu_only("on a GPU sums round as those of the rows and cells beside them do")
 OTHERS = {"max_tokens": 40, "logit_bias": ((0, -1000.0),)}
 
 
@@ -115,6 +116,7 @@ def test_a_failed_pass_is_over_before_its_arrays_go_and_memories_stay(
         assert not driver.engine.failed.done()
 
 
+@_BITS_OF_A_BATCH
 def test_a_prompt_without_room_ends_alone_and_others_speak_as_without_it(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,7 +136,7 @@ def test_a_prompt_without_room_ends_alone_and_others_speak_as_without_it(
         assert [driver.reply(each.end()) for each in (first, second)] == alone
 
 
-@pytest.mark.parametrize("is_behind_stream", [False, True])
+@pytest.mark.parametrize("is_behind_stream", [False, pytest.param(True, marks=_BITS_OF_A_BATCH)])
 def test_a_cell_that_had_no_room_is_computed_once_more_and_the_reply_is_the_same(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_behind_stream: bool
 ) -> None:
