@@ -40,7 +40,7 @@ def open_stores(settings: EngineSettings) -> dict[str, RemoteCache]:
 
 
 async def until_it_answers(store: RemoteCache, give_up_at: float, clock: Callable[[], float]) -> None:
-    """Ask once, and again until that time of the clock, unless its answer is that it must not be used."""
+    """Query once, and again until that time of the clock, unless its answer is that it must not be used."""
     while True:
         if await store.connection.answers() or store.connection.problem is not None or clock() >= give_up_at:
             return
@@ -53,7 +53,7 @@ async def reload_store_tokens(
     """Read the tokens again, and take up new namespaces, each by itself; no call ends by it. Raises TakenInPart, naming
     each file that is wrong: if it cannot be read, nothing changes for its namespace; if its token is another
     namespace's or none of the store's, a known namespace has no store until the store takes it, and a new one is not
-    taken up. A store that is away is asked when it is back.
+    taken up. A store that is away is queried when it is back.
     """
     tokens, unread = read_engine_tokens({**_further_files(settings), **settings.store_token_file})
     wrong = [f"{each}; for its namespace nothing changes" for each in unread]

@@ -77,7 +77,7 @@ def warm_up(engine: Engine, clock: Callable[[], float]) -> None:
 async def warm_up_while_idle(engine: Engine, is_idle: Callable[[], bool], clock: Callable[[], float]) -> None:
     """The shapes of a first crowd, on a GPU, while no caller has a turn: graphs for numbers of rows and each length of
     a short pass, a device's own products, and what cells really cost. Gives way at once, and begins again when it is
-    idle. As many prompts as are computed within a second; and a long one, where its cells' depths cost something anew.
+    idle. As many prompts as are computed within a second; and a long one, where its cells' depths cost something once.
     """
     if engine.device == "cpu":
         return

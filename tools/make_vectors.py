@@ -317,7 +317,7 @@ MAKERS = {
 
 
 def text_of(name: str) -> str:
-    """What a file of vectors must say."""
+    """What a file of vectors must have."""
     return json.dumps(MAKERS[name](), ensure_ascii=False, indent=1) + "\n"
 
 

@@ -183,7 +183,7 @@ class TurnPlan:
     # The prompt's hidden rows become an embedding (`Ended`). All of them are needed, so the turn shares no KV. Only for
     # turns that generate nothing and leave no memory.
     pooling: Pooling | None = None
-    # Another engine began the turn. Its files are asked for (`Wanted`); then it is held until `TurnHandle.release`.
+    # Another engine began the turn. Its files are requested (`Wanted`); then it is held until `TurnHandle.release`.
     carried: CarriedTurn | None = None
     is_own: bool = False  # the engine's own turn, which no count has
     replay: Replay | None = None
@@ -276,7 +276,7 @@ class Tokens:
 
     ids: tuple[int, ...]
     text: str
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if they were asked for
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if they were requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +323,7 @@ class Ended:
     taken now holds: the prompt, the reply, and its stop token, but no tokens that only spell a stop string.
     `generated_text` is the text of all tokens of `state` behind the prompt, special tokens included, so that prompt
     text + generated_text is the text of the state. `text` is the whole reply as the client saw it. `embedding`: the
-    prompt's, if the plan asked for it.
+    prompt's, if the plan requested it.
     """
 
     finish_reason: FinishReason

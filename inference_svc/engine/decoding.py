@@ -37,7 +37,7 @@ class Decoded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step that the device computes. `is_drawn` says by slot whether the row's next token was not known."""
+    """A step that the device computes. `is_drawn`: by slot, whether the row's next token was not known."""
 
     order: tuple[Sequence, ...]
     slots: Mapping[Sequence, int]

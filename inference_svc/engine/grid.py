@@ -55,7 +55,7 @@ class Cells:
     @property
     def unbroken_tokens(self) -> int:
         """Prompt tokens up to the prompt's end, or to a rewind point, at which a cell must end."""
-        # Where a rewind point is asked for a cell ends: a function of the prompt alone, like the grid.
+        # Where a rewind point is requested a cell ends: a function of the prompt alone, like the grid.
         return (self.rewind_point if self.computed < self.rewind_point else self.prompt_tokens) - self.computed
 
     @property

@@ -12,7 +12,7 @@ from inference_svc.text.token_ids import SequenceState
 
 
 class PinnedMemory:
-    """A memory as a turn left it, kept for its publication; room is given back by `release`, or as `owed` says."""
+    """A memory as a turn left it, kept for its publication; room is given back by `release`, or as `owed` reports."""
 
     def __init__(self, pinned: ResidentMemory, post: Callable[[Callable[[EngineWorker], Any]], "Future[Any]"]) -> None:
         self._pinned = pinned

@@ -20,7 +20,7 @@ _UNSTORED_PART = 2  # files of preempted turns that are not stored yet may take 
 
 
 class KvRoom:
-    """The pool's bytes, as the scheduler asks for them (`room_shares.Room`) and as turns take them and give them up."""
+    """The pool's bytes, as the scheduler queries them (`room_shares.Room`) and as turns take them and give them up."""
 
     def __init__(self, pool: KvPool, model: ModelInfo, total_bytes: int, turns: Collection[Sequence]) -> None:
         """`turns`: all that are not over; the caller adds and removes them."""
@@ -87,14 +87,14 @@ class KvRoom:
         try:
             reuses = self._reuses(sequence)
         except FailedPrecondition:
-            return 0  # it begins in order to say so
+            return 0  # it begins in order to report it
         missing = []
         for reuse in reuses:
             forked = forked_for(sequence, reuse)
             reservation = self._reservation(sequence, reuse, forked)
             missing.append(self._missing(reservation, _kept(sequence, protected)))
             forked.release()
-        if protected is None:  # nothing runs: its own memory may go, and the turn be planned anew
+        if protected is None:  # nothing runs: its own memory may go, and the turn be planned again
             nothing = self._nothing()
             missing.append(self._missing(self._reservation(sequence, nothing, nothing.kv), None))
         return min(missing)

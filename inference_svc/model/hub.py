@@ -71,7 +71,7 @@ def _size_on_hub(name: str) -> int:
     try:
         listed = huggingface_hub.HfApi().list_repo_tree(name, recursive=True)
         files = [(file.path, file.size) for file in listed if isinstance(file, RepoFile)]
-    except Exception:  # noqa: BLE001  the loader says why it cannot be fetched
+    except Exception:  # noqa: BLE001  the loader reports why it cannot be fetched
         return 0
     return sum(size for path, size in files if any(fnmatch.fnmatch(path, each) for each in DEFAULT_ALLOW_PATTERNS))
 

@@ -1,4 +1,4 @@
-"""One turn as every API of the gateway asks for it, and the two shapes an answer has: whole, or a stream of chunks."""
+"""One turn as every API of the gateway requests it, and the two shapes an answer has: whole, or a stream of chunks."""
 
 import json
 import math
@@ -72,7 +72,7 @@ class AnswerWish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn(AnswerWish):
-    """What an API asks the engine for: messages, or a prompt."""
+    """What an API gives the engine: messages, or a prompt."""
 
     model: str
     messages: tuple[Said, ...] = ()
@@ -81,7 +81,7 @@ class Turn(AnswerWish):
     begun: Said | None = None
     # The messages follow those that the agent remembers.
     is_append: bool = False
-    # Fields of GenerateOptions that say how an agent's memory is used.
+    # Fields of GenerateOptions about the use of an agent's memory.
     memory: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[pb.Tool, ...] = ()
     # None: the model decides whether it calls any.
@@ -125,7 +125,7 @@ class Place:
 
 
 def _finite(value: dict[str, Any]) -> dict[str, Any]:
-    """Refuses numbers that JSON cannot say again: 1e999 is read as infinity."""
+    """Refuses numbers that JSON cannot repeat: 1e999 is read as infinity."""
     left: list[Any] = [value]
     while left:
         each = left.pop()
@@ -177,7 +177,7 @@ Whole = Callable[[Asked, Reply], dict[str, Any]]
 
 _LINE_ENDS = "\x85\u2028\u2029"  # that JSON does not escape
 
-# Reasons that APIs tell apart; several of the engine's may become one.
+# Reasons that APIs distinguish; several of the engine's may become one.
 REASONS: Mapping[int, str] = {
     pb.FINISH_REASON_STOP: "stop",
     pb.FINISH_REASON_STOP_SEQUENCE: "stop",
@@ -258,7 +258,7 @@ def renamed(error: InvalidArgument, name: str) -> InvalidArgument:
 
 
 def refuse_unless(neutral: Iterable[object], given: Mapping[str, object]) -> None:
-    """Refuse settings that this engine cannot apply, unless they say what it does anyway."""
+    """Refuse settings that this engine cannot apply, unless they request what it does anyway."""
     allowed = list(neutral)
     for name, value in given.items():
         if value is not None and value not in allowed:
@@ -313,7 +313,7 @@ def given(**settings: Any) -> dict[str, Any]:
 
 
 def arguments_object(text: str) -> dict[str, Any]:
-    """Arguments as the model wrote them, or nothing where they are no object. Of what JSON cannot say again there are
+    """Arguments as the model wrote them, or nothing where they are no object. Of what JSON cannot repeat there are
     halves of characters, which are replaced, and numbers that are none, which become null."""
     try:
         value = json.loads(text, parse_float=_finite_number, parse_constant=lambda _: None)

@@ -75,7 +75,7 @@ class _Finder:
                 self._add((*here, *of_prompts), text)
 
     def _cycles(self) -> None:
-        """Templates of a phase quote phases before it. One that looks ahead is told with the circle that it closes."""
+        """Templates of a phase quote phases before it. One that looks ahead is reported with its circle."""
         order = {name: number for number, name in enumerate(self._phases)}
         quoted: dict[str, set[str]] = {name: set() for name in self._phases}
         for number, phase in enumerate(self._scenario.phases):
@@ -99,7 +99,7 @@ class _Finder:
                 try:
                     pieces = parse(text, values)
                 except TemplateError:
-                    continue  # the plan says so
+                    continue  # the plan reports it
                 yield from ((path, piece) for piece in pieces if isinstance(piece, Quote))
 
     def _known(self, key: str, known: Iterable[str], path: Path, kind: str, before: str = "") -> None:

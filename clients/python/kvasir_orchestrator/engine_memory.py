@@ -27,12 +27,12 @@ class EngineMemory:
     ) -> None:
         self._clients = {"": client, **(clients or {})}
         self._model, self._clock = model, clock
-        # What turns cost whose memory was not stored at once: asked again, they are answered from memory.
+        # What turns cost whose memory was not stored at once: repeated, they are answered from memory.
         self._unstored: dict[str, Answer] = {}
 
     async def ask(self, asked: ReplyRequest) -> AsyncGenerator[str | Answer, None]:
         """One turn. Raises Conflict if somebody else has changed the agent since its last turn of this run, and
-        Unavailable if its memory is not durable: asked again, the turn is not done twice."""
+        Unavailable if its memory is not durable: repeated, the turn is not done twice."""
         if asked.version is not None:
             async with aclosing(self._turn(asked, append=asked.new, version=asked.version or None)) as pieces:
                 async for piece in pieces:

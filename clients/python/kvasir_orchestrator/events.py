@@ -22,7 +22,7 @@ class RunStarted:
 
 @dataclass(frozen=True, slots=True)
 class TurnStarted:
-    """A turn is asked for; `new` is what its agent is shown."""
+    """A turn is requested; `new` is what its agent is shown."""
 
     turn: Turn
     new: Sequence[Message]
@@ -38,7 +38,7 @@ class ReplyPiece:
 
 @dataclass(frozen=True, slots=True)
 class TurnRetried:
-    """A turn broke and is asked for again, from its first word, after a while."""
+    """A turn broke and is requested again, from its first word, after a while."""
 
     turn: Turn
     error: KvasirError

@@ -58,7 +58,7 @@ class Journal:
         journal = cls(path, run_id, scenario.text, scenario.variant, forgets)
         head = {"format": _FORMAT, "run_id": run_id, "variant": scenario.variant, "scenario": scenario.text}
         head["forgets"] = forgets
-        # It gets its name with its first line: one without could neither go on nor be told from a damaged one.
+        # It gets its name with its first line: one without could neither go on nor be distinguished from a damaged one.
         nameless = path.with_name(f".{path.name}.{run_id}")
         journal._lock(os.open(nameless, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600))
         try:

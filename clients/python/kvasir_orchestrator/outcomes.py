@@ -9,7 +9,7 @@ from kvasir_orchestrator.scenario import Scenario
 
 
 def checked(scenario: Scenario, said: Mapping[int, str]) -> Iterator[OutcomeChecked]:
-    """Each outcome of a scenario whose turns have all been said."""
+    """Each outcome of a scenario whose turns are all done."""
     for outcome in scenario.outcomes:
         turn = scenario.plan.find(outcome.phase, outcome.agent, outcome.round)
         assert turn is not None  # the file was checked

@@ -16,7 +16,7 @@ from kvasir_orchestrator.outcomes import checked
 from kvasir_orchestrator.plan import Turn
 from kvasir_orchestrator.scenario import Scenario
 
-# Reasons for which a turn never fits, though the service says when to try again.
+# Reasons for which a turn never fits, though the service names a time to try again.
 _NEVER = ("CONTEXT_EXCEEDED", "MEMORY_EXCEEDED")
 _MOST_DOUBLINGS = 64  # a run may wait for its engine overnight, and 2.0**1024 is no float
 

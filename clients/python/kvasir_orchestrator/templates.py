@@ -1,4 +1,4 @@
-"""Templates of prompts: `${phase.messages[agent]}`, `${key}`, and `$${` for `${`. All is known before any is said."""
+"""Templates of prompts: `${phase.messages[agent]}`, `${key}`, and `$${` for `${`. All is known before any is sent."""
 
 import re
 from collections.abc import Mapping

@@ -12,8 +12,8 @@ from typing import TypeVar
 RowT = TypeVar("RowT", bound=Hashable)
 
 _STEPS = 24  # that are remembered
-_FEW_STEPS = 3  # fewer say nothing: a kernel may have been compiled in them
-_FEW_DRAFTED = 8  # fewer with drafts say less than many without: three that met a busy machine ended all drafts
+_FEW_STEPS = 3  # fewer mean nothing: a kernel may have been compiled in them
+_FEW_DRAFTED = 8  # fewer with drafts mean less than many without: three that met a busy machine ended all drafts
 # A row's part of a step before any is known, which counts as so many squared rows of difference.
 _USUAL_ROW, _USUAL_WEIGHT = 0.05, 8.0
 _USUAL_SETTLED = 1.1  # a step that is read at once, beside one that is read behind the next, before both are known

@@ -1,4 +1,4 @@
-"""The drafts of decoding turns: each turn's past, its namespace's texts and its reply's format say what may come, its
+"""The drafts of decoding turns: each turn's past, its namespace's texts and its reply's format show what may come, its
 trust and the step's costs how much of it.
 """
 
@@ -17,7 +17,7 @@ Drafts = Mapping[Sequence, tuple[int, ...]]
 
 
 class _TurnDrafts:
-    """What one turn may say next, as far as its newest tokens came before, or its format allows nothing else."""
+    """What one turn may generate next, as far as its newest tokens came before, or its format allows nothing else."""
 
     def __init__(self, sequence: Sequence, beside: TextsBeside) -> None:
         self._past = PastText(sequence.token_ids)

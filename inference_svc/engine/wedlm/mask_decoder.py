@@ -68,7 +68,7 @@ class MaskDecoder:
     is_ahead = must_settle = looks_ahead = has_behind_cell = False
 
     def __init__(self, batch: DecodeBatch, window: MaskWindow, end_token_ids: Collection[int], most_ahead: int) -> None:
-        """`most_ahead`: masks behind the first one, of a turn that does not say how many it wants."""
+        """`most_ahead`: masks behind the first one, of a turn that does not name a number."""
         self.batch = batch
         self.computed = 0  # rows of callers that were enqueued
         self._window = window

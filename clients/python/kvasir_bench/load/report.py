@@ -13,7 +13,7 @@ steady state; `gap_s`, between two messages of a turn, `tokens_per_s` and `reque
 state, whoever's. Each of the first three has `count`, `mean`, `p50`, `p95`, `p99`, `largest`. `wall_s`: until all had
 ended. `reply_tokens`: of all turns. Goodput is `good_requests_per_s`: turns that ended well with their first token
 within --first-token-ms and every gap within --gap-ms; `good_share` is their part of the turns that ended.
-`offered_tokens_per_s` is what the arrivals of the steady state asked for while they came; with `settings.at_once` turns
+`offered_tokens_per_s` is what the arrivals of the steady state requested while they came; with `settings.at_once` turns
 arrive when others end, and nothing is offered. `in_flight_at_start` and `in_flight_at_end` of the steady state: an
 engine that falls behind has more at its end. `failures` by reason, of HTTP by status. `tokens_counted_by`: of how many
 turns tokens were counted by their ids, by usage, or by events: where a server gives no usage, each event counts one.

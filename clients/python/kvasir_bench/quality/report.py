@@ -11,7 +11,7 @@ KEYS = """Names in the JSON stay. `reference` is mlx-lm's own KVCache in the typ
 the baseline. `rungs` are Kvasir's KV policies, cheapest first; `peers` mlx-lm's own quantized caches. Each has
 `name`, `bytes_per_token`, `kl` (of the next token, mean over `positions`, nats), `kl_worst`, `top1_agreement`,
 `perplexity` (of all text read), `seconds`; and `recall`, `tool_calls` (questions answered right to the last token)
-or, for a model that does not know kvasir-tiny's world, `repeat` (random tokens said a second time), each with
+or, for a model that does not know kvasir-tiny's world, `repeat` (random tokens repeated once), each with
 `share`, `right`, `n`; and `tasks`, by name, as these. A rung also `passes`, and `why`. `refused` are rungs and peers
 that the model cannot have. `auto` is what --kv-policy auto would choose from this. `material` is questions, canary or
 tasks. `seconds` is all of it.

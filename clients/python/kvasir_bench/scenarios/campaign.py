@@ -38,7 +38,7 @@ class Places:
 class _Home:
     memory: Memory
     agents: set[str] = field(default_factory=set)
-    brought: dict[str, int] = field(default_factory=dict)  # versions of agents that moved and have not spoken since
+    brought: dict[str, int] = field(default_factory=dict)  # versions of agents that moved and had no turn since
 
 
 class _Gated:

@@ -98,7 +98,7 @@ def wanted(played: Sequence[Playthrough]) -> dict[str, Any] | None:
 
 
 def _different(played: Sequence[Playthrough], way: str) -> int:
-    """Turns that were said otherwise than under kv, or not at all."""
+    """Turns with another reply than under kv, or with none."""
     before = {(each.scenario, each.variant): each.said for each in _of(played, ALL, KV)}
     return sum(
         each.said.get(turn) != before[each.scenario, each.variant].get(turn)

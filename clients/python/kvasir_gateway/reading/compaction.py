@@ -1,4 +1,4 @@
-"""Summaries that clients asked for, by digests: a conversation that begins with one goes on in its agent."""
+"""Summaries that clients requested, by digests: a conversation that begins with one goes on in its agent."""
 
 import base64
 import contextlib

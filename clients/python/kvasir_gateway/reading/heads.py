@@ -1,4 +1,4 @@
-"""What a request's headers, path and query say, and what its answer's headers say of the memory."""
+"""The meaning of a request's headers, path and query, and its answer's headers about the memory."""
 
 import json
 import re
@@ -20,7 +20,7 @@ from kvasir_gateway.turn import Turn
 _MAX_PAGE = 1000
 # Beside the rules for dates and clocks: the template takes no system message for the newest values.
 UNTOLD = "newest-untold"
-# What a header may ask of an agent's memory, in the words of GenerateOptions.
+# Uses of an agent's memory that a header may request, in the words of GenerateOptions.
 _MEMORY: Mapping[str, Mapping[str, Any]] = {
     "replace": {"replace_memory": True},
     "read-only": {"memory_mode": pb.MEMORY_MODE_READ_ONLY},
@@ -30,7 +30,7 @@ _MEMORY: Mapping[str, Mapping[str, Any]] = {
 
 
 def with_memory(request: Request, agent_id: str, turn: Turn) -> Turn:
-    """The turn, with what x-agent-memory asks. Raises InvalidArgument."""
+    """The turn, with what x-agent-memory requests. Raises InvalidArgument."""
     asked = request.headers.get("x-agent-memory")
     if asked is None:
         return turn
@@ -103,7 +103,7 @@ def agent_in_path(request: Request) -> str:
 
 
 def page(request: Request) -> dict[str, Any]:
-    """Which page of a list a query asks for. Raises InvalidArgument."""
+    """Which page of a list a query requests. Raises InvalidArgument."""
     query = request.query_params
     size = query.get("page_size", "0")
     if not re.fullmatch("[0-9]{1,4}", size) or int(size) > _MAX_PAGE:

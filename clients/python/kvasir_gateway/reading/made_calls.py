@@ -39,7 +39,7 @@ class MadeCalls:
             kept = since[:_MAX_AGENTS] + before[:_MAX_AGENTS]
             read = [(agent, await records.messages(agent.agent_id)) for agent in kept]
             found = [(agent, _newest_calls(said)) for agent, said in read]
-            if all(said for _, said in read):  # else the store did not answer, and is asked again
+            if all(said for _, said in read):  # else the store did not answer, and is queried again
                 self._agents[namespace] = found
         return [agent for agent, calls in found if not calls.isdisjoint(engines)]
 

@@ -1,4 +1,4 @@
-"""Conversations that a request quotes in a text of its own: opencode asks so for a summary."""
+"""Conversations that a request quotes in a text of its own: opencode requests a summary so."""
 
 import json
 from collections.abc import Iterator, Sequence

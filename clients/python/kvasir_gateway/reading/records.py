@@ -20,7 +20,7 @@ Made = TypeVar("Made")
 PREFIX = "conversation/"  # of the names of agents that no caller named
 # The label of an agent whose conversation was compacted: the digest of its newest opening.
 _OPENING = "conversation.opening"
-_SUMMARY = "conversation.summary"  # of one whose client has asked for a summary; `reading/compaction.py` writes it
+_SUMMARY = "conversation.summary"  # of one whose client has requested a summary; `reading/compaction.py` writes it
 _UNUSED_FOR = "7d"  # by the store, which counts time that surely passed: a clock that is set deletes nothing
 _COPIED = (cachestore_pb2.ORIGIN_IMPORT, cachestore_pb2.ORIGIN_PULL)
 _AGENTS_AT_ONCE = 8  # of which one request reads the memory
@@ -74,7 +74,7 @@ class AgentRecords:
         await self._at(agent_id).update_agent(agent_id, labels={expires_after.LABEL: _UNUSED_FOR})
 
     async def messages(self, agent_id: str) -> Sequence[Said]:
-        """What an agent remembers; nothing when that cannot be said."""
+        """What an agent remembers; nothing when that is not known."""
         try:
             _, data = await self._at(agent_id).get_snapshot(agent_id)
             return await self.beside(lambda: _remembered(manifest.parse(data)))

@@ -1,7 +1,7 @@
-"""Which requests are side calls: a client asks beside its conversation, for a title or a summary, and never goes on
+"""Which requests are side calls: a client requests a title or a summary beside its conversation, and never goes on
 from the reply. They leave no memory: else each would be an agent, or push its conversation aside.
 
-A rule reads where such prompts say what they ask for: the beginnings of the system's texts and of the user's. A request
+A rule reads where such prompts name their purpose: the beginnings of the system's texts and of the user's. A request
 that is wrongly taken for a side call loses little: its next turn has the reply in it, and becomes a memory from there.
 """
 
@@ -34,7 +34,7 @@ _SUMMARY = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class SideRule:
-    """To what a rule applies, and why, is said in `kvasir.options.gateway`."""
+    """`kvasir.options.gateway` has what a rule applies to, and why."""
 
     name: str
     is_it: Callable[[Turn], bool]

@@ -1,4 +1,4 @@
-"""How much a model is to reason: what each API's fields say of it, in the engine's words, and the way back."""
+"""How much a model is to reason: each API's fields about it, in the engine's words, and the way back."""
 
 import re
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ _MAX_INT64 = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thinking:
-    """What a turn asks. `names`: the API's field for each of the engine's."""
+    """What a turn requests. `names`: the API's field for each of the engine's."""
 
     is_on: bool | None = None
     most_tokens: int | None = None

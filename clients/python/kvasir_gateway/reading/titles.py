@@ -1,4 +1,4 @@
-"""Titles of conversations: the first words that a person said, kept as the agent's label `title`."""
+"""Titles of conversations: the first words of a person, kept as the agent's label `title`."""
 
 import re
 from collections.abc import Sequence

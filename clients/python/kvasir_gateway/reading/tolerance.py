@@ -14,7 +14,7 @@ from kvasir_gateway.reading.side_calls import SIDE_RULES, SideRule
 from kvasir_gateway.reading.volatile import HEADER, NO_RULES, Rules, asked
 from kvasir_gateway.turn import AsWritten, Body, refuse_unless
 
-# Fields of peers' servers and of older APIs that say what the reply is to be: without them it would be another one.
+# Fields of peers' servers and of older APIs that define the reply: without them it would be another one.
 MEANINGFUL = frozenset(
     {
         *("functions", "function_call", "thread", "system", "instructions", "prompt", "extra_body"),
@@ -58,7 +58,7 @@ class Reading:
                 self._ignore(name, "this server does not know it; leave it out", reason="UNKNOWN_PARAMETER")
 
     def ignore_unless(self, neutral: Iterable[object], **given: object) -> None:
-        """Note settings that this engine cannot apply, unless they say what it does anyway. Raises InvalidArgument."""
+        """Note settings that this engine cannot apply, unless it does that anyway. Raises InvalidArgument."""
         allowed = [None, *neutral]
         for name, value in given.items():
             if value not in allowed:

@@ -161,7 +161,7 @@ class Talking:
         place = version_of(look.form["version"]) if look.form.get("version") else None
         (line, version), is_whole = await version_with(look.caller, name, place, keep)
         made = await self._forked(look, name, line, version)
-        # Of a version that is no longer kept the fork remembers more, and what is said next goes back to the reply.
+        # Of a version that is no longer kept the fork remembers more, and its next turn goes back to the reply.
         rest = {} if is_whole else {"keep": str(keep)}
         return look.goto("chat", id=made, done="branch", **rest)
 

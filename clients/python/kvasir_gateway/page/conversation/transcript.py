@@ -24,7 +24,7 @@ Place = tuple[str, int]  # a line's KV identity, and a version of it
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """What an agent remembered as of a version. `text`: of one that is spoken to without messages."""
+    """What an agent remembered as of a version. `text`: of one that gets prompts without messages."""
 
     version: cachestore_pb2.SnapshotVersion
     messages: Sequence[Said]

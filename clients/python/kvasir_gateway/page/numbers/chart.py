@@ -1,4 +1,4 @@
-"""Stacked bars of the last hour, a bar a minute: rectangles for an SVG, and the totals that say the same in words."""
+"""Stacked bars of the last hour, a bar a minute: rectangles for an SVG, and the totals that show the same in words."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -63,7 +63,7 @@ class _Played(Draws):
 
 @contextmanager
 def _playing(talks: Sequence[_Talk]) -> Iterator[None]:
-    """Meanwhile, turns with the seeds 1, 2, … say the replies of these talks."""
+    """Meanwhile, turns with the seeds 1, 2, … generate the replies of these talks."""
     _Played.replies = {number: talk.reply for number, talk in enumerate(talks, 1) if talk.reply}
     _Played.said = dict.fromkeys(_Played.replies, 0)
     modules: tuple[Any, ...] = (decoding, prefilling)
