@@ -71,7 +71,7 @@ class EngineWorker:
         self._prefiller = Prefiller(runner, rules.shared_pass, self._guarding, self._device.makes_room, mask)
         self.leaving = LeavingFiles(model, self._pool, self.memories, self._turns, batch)
         self._may_decode: Collection[Sequence] = ()  # in this step
-        self._when_idle: dict[AgentKey, list[Callable[[], None]]] = {}
+        self._when_idle: dict[AgentKey, list[Callable[[], Exception | None]]] = {}
         self._is_behind_cell = False  # the device computes a cell: whatever reads it now waits for that
         make_room()
         bound_to_free()
@@ -150,6 +150,7 @@ class EngineWorker:
         return has_worked
 
     def close(self) -> None:
+        self._device.settle()
         for sequence in list(self._turns):
             self._finish(sequence, Unavailable("the engine is shutting down", retry_after_s=1.0))
         if self._device.lost is not None:
@@ -160,8 +161,8 @@ class EngineWorker:
         self._decoder.batch.close()
         drop_room()
 
-    def when_idle(self, key: AgentKey, work: Callable[[], None]) -> None:
-        """Do `work` now, or as soon as no turn of the key runs or is preempted."""
+    def when_idle(self, key: AgentKey, work: Callable[[], Exception | None]) -> None:
+        """Do `work` now, or as soon as no turn of the key runs or is preempted. As `Letter.deliver`."""
         self._when_idle.setdefault(key, []).append(work)
         self._do_idle_work()
 
@@ -408,7 +409,8 @@ class EngineWorker:
         if not self._is_behind_cell:
             for key in [key for key in self._when_idle if begun_turn(self._turns, key) is None]:
                 for work in self._when_idle.pop(key, ()):
-                    work()
+                    if (error := work()) is not None:
+                        self._device.pass_failed(error)
 
     @contextlib.contextmanager
     def _losing(self, decoding: Collection[Sequence]) -> Iterator[None]:

@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import mlx.core as mx
 
-from inference_svc.engine.device.device_errors import DeviceLost, device_error
+from inference_svc.engine.device.device_errors import is_lost
 from inference_svc.model.device_memory import forget_frames
 
 _IDLE_POLL_S = 1.0
@@ -36,13 +36,16 @@ class Letter(Generic[WorkerT, ResultT]):
     work: Callable[[WorkerT], ResultT]
     result: "Future[ResultT]"
 
-    def deliver(self, worker: WorkerT) -> None:
+    def deliver(self, worker: WorkerT) -> Exception | None:
+        """Returns an error that means that the device is lost: its sender may be the only one who hears of it."""
         if self.result.set_running_or_notify_cancel():
             try:
                 self.result.set_result(self.work(worker))
             except Exception as error:  # noqa: BLE001 - the sender gets it
                 forget_frames(error)
                 self.result.set_exception(error)
+                return error if is_lost(error) else None
+        return None
 
 
 class MlxThread(Generic[WorkerT]):
@@ -95,7 +98,7 @@ class MlxThread(Generic[WorkerT]):
         try:
             worker = make_worker()
         except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
-            self._is_lost = isinstance(device_error(error), DeviceLost)
+            self._is_lost = is_lost(error)
             made.set_exception(error)
         else:
             made.set_result(None)
@@ -103,7 +106,7 @@ class MlxThread(Generic[WorkerT]):
                 self._serve(worker)
             except Exception as error:
                 self._end()
-                if isinstance(error, DeviceLost):
+                if is_lost(error):
                     self._is_lost, self._kept = True, worker  # to free its memory would end the process
                 else:
                     forget_frames(error)
@@ -142,13 +145,17 @@ class MlxThread(Generic[WorkerT]):
 
     def _wait(self, worker: WorkerT) -> None:
         with contextlib.suppress(queue.Empty):
-            self._mailbox.get(timeout=_IDLE_POLL_S).deliver(worker)
+            self._deliver(self._mailbox.get(timeout=_IDLE_POLL_S), worker)
 
     def _deliver_all(self, worker: WorkerT) -> None:
         self._seen_s = self._clock()
         with contextlib.suppress(queue.Empty):
             while True:
-                self._mailbox.get_nowait().deliver(worker)
+                self._deliver(self._mailbox.get_nowait(), worker)
+
+    def _deliver(self, letter: Letter[WorkerT, Any], worker: WorkerT) -> None:
+        if (error := letter.deliver(worker)) is not None:
+            raise error
 
     def _return_to_senders(self) -> None:
         with contextlib.suppress(queue.Empty):

@@ -36,6 +36,10 @@ def device_error(error: BaseException) -> KvasirError | None:
     return found
 
 
+def is_lost(error: BaseException) -> bool:
+    return isinstance(error, DeviceLost) or isinstance(device_error(error), DeviceLost)
+
+
 def _no_memory(words: str) -> ResourceExhausted:
     sizes = {"total_bytes": device_memory.device_bytes(), "own_bytes": device_memory.active_bytes()}
     if (free := device_memory.free_bytes()) is not None:

@@ -18,13 +18,18 @@ class DeviceWatch:
         self.lost: DeviceLost | None = None
         self._is_short = False
 
+    def settle(self) -> None:
+        """Wait until all that was enqueued is computed, or the device is known to be lost."""
+        if self.lost is None:
+            self._synchronize()
+
     def pass_failed(self, error: Exception) -> None:
         """While the error's frames hold the arrays of its pass. MLX has recorded a part, and not sent all of that: sent
         later, kernels would write where memory is another's by then, or nobody's.
         """
         self._look_at(error)
-        if self.lost is None and not isinstance(error, KvasirError):
-            self._synchronize()
+        if not isinstance(error, KvasirError):
+            self.settle()
 
     def makes_room(self, error: Exception) -> bool:
         """Whether a pass failed for want of memory, and unused memory was given back, that of the pass included."""
@@ -52,8 +57,8 @@ class DeviceWatch:
 
     def _give_back(self) -> None:
         self._is_short = False
+        self.settle()  # MLX's threads hold what a pass read, until they hear of its end
         if self.lost is None:
-            self._synchronize()  # its threads hold what a pass read, until they hear of its end
             mx.clear_cache()
             bound_to_free()
 

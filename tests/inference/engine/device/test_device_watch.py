@@ -202,6 +202,30 @@ def test_a_lost_device_ends_every_turn_and_nothing_of_it_is_freed(
     assert (closed, seen.alive) == ([], []), "each call of the device would fail"
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("is_when_idle", [False, True])
+def test_a_device_that_is_lost_beside_turns_ends_them_and_the_engine(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_when_idle: bool
+) -> None:
+    """As where a memory is copied for its publication, after the last turn or beside one."""
+    engine = Engine.open(model_dir, cache_dir=tmp_path, memory_budget_bytes=64 << 20)
+    driver = Driver(engine)
+
+    def lost(*_given: Any) -> Any:
+        raise RuntimeError(LOST)
+
+    turn = driver.submit(tokens_of(20), **(OTHERS | {"max_tokens": 400}))
+    turn.wait_for(Tokens, 3)
+    monkeypatch.setattr(mx, "synchronize", lost)
+    asked = engine.memories._when_idle(driver.key(), lost) if is_when_idle else engine._thread.post(lost)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        asked.result(30)
+    with pytest.raises(Unavailable, match="lost its device"):
+        turn.end()
+    assert "illegal memory access" in str(engine.failed.exception(30))
+    engine.close()
+
+
 @pytest.mark.cpu_only("it plays a card, and other engines of a GPU's tests take memory meanwhile")
 def test_mlx_counts_on_what_a_card_has_free_and_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     before = mx.set_memory_limit(1 << 40)
