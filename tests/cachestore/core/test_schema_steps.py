@@ -1,11 +1,14 @@
 """Files of SQL as steps of a schema: where a statement ends, and which steps are to come."""
 
+import resource
+import sqlite3
 from pathlib import Path
 
 import pytest
 from kvasir.errors import FailedPrecondition
 
 from cachestore_svc.index.postgres.schema import STEPS
+from cachestore_svc.index.sqlite.database.migrations import migrate
 from cachestore_svc.index.steps import missing, statements
 
 
@@ -28,3 +31,18 @@ def test_steps_that_were_not_applied_come_in_their_order() -> None:
     with pytest.raises(FailedPrecondition) as refused:
         missing({1, 12}, 11)
     assert refused.value.reason == "DATA_TOO_NEW"
+
+
+def test_steps_that_the_disk_does_not_take_are_refused_by_its_error_and_apply_later(tmp_path: Path) -> None:
+    """SQLite rolls back by itself then."""
+    connection = sqlite3.connect(tmp_path / "catalog.db", isolation_level=None)
+    connection.execute("PRAGMA journal_mode=WAL")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))
+    try:
+        with pytest.raises(sqlite3.OperationalError, match="disk"):
+            migrate(connection, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert migrate(connection, 1)
+    connection.close()

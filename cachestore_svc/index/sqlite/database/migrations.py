@@ -75,6 +75,7 @@ def migrate(connection: Connection, now_unix_ms: int) -> bool:
             connection.execute("INSERT INTO migrations VALUES (?, ?)", (number, now_unix_ms))
         connection.execute("COMMIT")
     except BaseException:
-        connection.execute("ROLLBACK")
+        if connection.in_transaction:  # a full or failing disk has rolled it back
+            connection.execute("ROLLBACK")
         raise
     return True
