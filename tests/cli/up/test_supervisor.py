@@ -144,6 +144,23 @@ async def test_a_killed_service_is_started_again(tmp_path: Path) -> None:
     assert not process_exists(second)
 
 
+async def test_a_service_is_started_again_though_its_working_directory_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MKL loads nothing there."""
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    group = Group(tmp_path, {"engine": f"import os; os.getcwd()\n{SERVER}"})
+    run = group.begin()
+    await asyncio.wait_for(group.started.wait(), 20)
+    work.rmdir()
+    os.kill(group.supervisor.pid("engine"), signal.SIGKILL)
+    await eventually(lambda: group.order() == ["engine started"] * 2)
+    group.supervisor.stop()
+    await run
+
+
 async def test_a_killed_store_is_not_started_again_in_a_mount_point_that_lost_its_disk(tmp_path: Path) -> None:
     """It would begin an empty store there."""
     data = tmp_path / "data"

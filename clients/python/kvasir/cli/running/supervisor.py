@@ -188,6 +188,7 @@ class Supervisor:
                 start_new_session=True,
                 pass_fds=self._keep,
                 umask=0o077,
+                cwd=None if _has_place() else service.log_file.parent,
             )
         self._report_change()
 
@@ -268,6 +269,13 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
         await ended
+
+
+def _has_place() -> bool:
+    """Whether our working directory is there: in one that is gone MKL loads nothing."""
+    with contextlib.suppress(FileNotFoundError):
+        return bool(Path.cwd())
+    return False
 
 
 @contextlib.contextmanager
