@@ -181,6 +181,15 @@ class EngineMemories:
         return letter.result
 
 
+class EngineCosts:
+    def __init__(self, thread: MlxThread[EngineWorker]) -> None:
+        self._thread = thread
+
+    def forget(self) -> "Future[None]":
+        """Learn the costs of passes and steps again: those before were the first of their kinds."""
+        return self._thread.post(lambda worker: worker.costs.forget())
+
+
 class Engine:
     """One model, its thread, and the hot memories of the agents that it served."""
 
@@ -201,6 +210,7 @@ class Engine:
         self._thread = thread
         self._worker = worker
         self.memories = EngineMemories(thread, worker, opened.info)
+        self.costs = EngineCosts(thread)
         self._is_closed = False
 
     @classmethod

@@ -58,6 +58,7 @@ class EngineWorker:
         self._clock = clock
         self._device = DeviceWatch()
         self._scheduler: Scheduler[Sequence] = Scheduler(self.room, rules, self._turns)
+        self.costs = self._scheduler.costs
         self._masks: MaskBudget[Sequence] = MaskBudget()
         batch = runner.new_batch(self._pool, decoded_budget_bytes // runner.compute_item_bytes)
         self._decoder: Decoder | MaskDecoder

@@ -78,6 +78,7 @@ class Scheduler(Generic[TurnT]):
         self._company = Company(rules.beside_others.company_s)
         self._waits: PrefixWaits[TurnT] = PrefixWaits(rules)
         self._steps = StepSchedule(turns, rules, self._company)
+        self.costs = self._steps.costs
         self._now = 0.0
         self._is_disturbed = False  # a turn came during this step, or may begin now
 

@@ -84,6 +84,14 @@ class StepCosts:
         self._longest = 0  # tokens of the longest pass that ever was
         self._load: tuple[int, float] | None = None  # files of the newest load, and its seconds
 
+    def forget(self) -> None:
+        """Kernels were compiled and graphs made in these passes: later ones cost less."""
+        self.beside = BesideCosts()
+        self._steps.clear()
+        self._passes.clear()
+        self._lines.clear()
+        self._longest, self._load = 0, None
+
     @property
     def step_s(self) -> float | None:
         """A step that only decodes; None as long as there was none."""

@@ -63,7 +63,7 @@ class StepSchedule(Generic[TurnT]):
         self._rules = rules
         self._company = company
         self._time = SharedTime()
-        self._costs = StepCosts()
+        self.costs = self._costs = StepCosts()
         self._gaps: Gaps[TurnT] = Gaps(rules, self._costs)
         self._rows: StepRows[TurnT] = StepRows(rules, company, self._costs)
         self._aside = StandingAside(rules.ageing_s)

@@ -72,7 +72,10 @@ def test_room_for_files_is_made_with_the_engine_on_its_thread(
     assert threads[0] is not threading.current_thread()
 
 
-def test_a_memory_is_copied_for_the_store_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", ["cuda", "any other"])
+def test_a_memory_is_copied_for_the_store_and_comes_back(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ended: list[str] = []
     namespaces: set[str | None] = set()
     submit = Engine.submit
@@ -88,10 +91,13 @@ def test_a_memory_is_copied_for_the_store_and_comes_back(tmp_path: Path, monkeyp
         return submit(engine, plan, listen)
 
     engine = Engine.open(write_family(tmp_path, ALL["llama3.1"]), cache_dir=tmp_path, memory_budget_bytes=BUDGET)
+    costs = engine._worker.costs
     try:
-        engine.device = "any other"
+        engine.device = device
         monkeypatch.setattr(Engine, "submit", seen)
         warm_up(engine, lambda: 0.0)
+        assert costs.knows_tokens == (device != "cuda"), "passes that make graphs cost more than later ones"
+        assert (costs.step_s is None) == (device == "cuda")
     finally:
         engine.close()
     assert {"Cold": ended.count("Cold"), "Hot": 1, "Restored": 1} == Counter(ended), "none of them failed"
@@ -115,6 +121,7 @@ def test_a_device_keeps_graphs_for_each_width_of_the_context(
         engine.device = device
         warm_up(engine, lambda: 0.0)
         assert 32_767 not in prompts
+        prompts.clear()
         assert {*kept} == {(tokens, depth, 1) for tokens in (0, 48) for depth in (0, 2049, 4097, 8193)}
         kept.clear()
         asyncio.run(warm_up_while_idle(engine, lambda: True, lambda: 0.0))
@@ -131,6 +138,8 @@ def test_a_device_keeps_graphs_for_each_width_of_the_context(
         assert {*kept} == {(tokens, depth, 1) for tokens in KEPT_TOKENS for depth in depths} | crowds | soon
         assert len(kept) == len({*kept})
         assert (32_767 in prompts) == (device == "cuda"), "whose attention plans each depth"
+        is_told_first = prompts[:2] == [warming._cell(engine)] * 2
+        assert is_told_first == (device == "cuda"), "they teach costs, before short turns"
     finally:
         engine.close()
 
