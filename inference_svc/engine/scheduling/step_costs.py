@@ -77,20 +77,16 @@ class StepCosts:
     """Seconds of a step that only decodes, of a prompt's token, and of files that become KV."""
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Kernels were compiled and graphs made in the passes so far: later ones cost less."""
         self.beside = BesideCosts()
         self._steps: deque[tuple[int, float]] = deque(maxlen=_PLAIN_STEPS)  # rows and seconds
         self._passes: dict[int, deque[tuple[int, float]]] = {}  # tokens and seconds, by the bits of their position
         self._lines: dict[int, _PassLine] = {}  # by the bits of a position; those that know the newest pass
         self._longest = 0  # tokens of the longest pass that ever was
         self._load: tuple[int, float] | None = None  # files of the newest load, and its seconds
-
-    def forget(self) -> None:
-        """Kernels were compiled and graphs made in these passes: later ones cost less."""
-        self.beside = BesideCosts()
-        self._steps.clear()
-        self._passes.clear()
-        self._lines.clear()
-        self._longest, self._load = 0, None
 
     @property
     def step_s(self) -> float | None:
