@@ -34,7 +34,7 @@ _CROWDS_ROWS = (2, 4, 8, 16, 32, 64)  # of steps that decode a crowd
 _FIRST_PACKED = (16, 20, 12, 8, 4, 24, 10, 6)  # of most passes over its prompts, beside streams
 _PACKED_ROWS = range(2, 34, 2)  # all: up to a whole cell
 _CROWD = 8
-_COST_TELLERS = 2  # prompts: the second is computed beside the first one's stream
+_PACE_STEPS = 8  # behind a whole cell, whose times and theirs pace a first crowd
 _CROWD_REPLY = 24  # tokens: the first still decodes when the last one begins to
 _TRIES = 5  # callers who come so often compile their own shapes
 _FEWEST = (4, 2)  # tokens of a prompt, and of a reply: each pass reads all weights, which a CPU takes long for
@@ -87,7 +87,7 @@ async def warm_up_while_idle(engine: Engine, is_idle: Callable[[], bool], clock:
     cell, soon = _cell(engine), _soon_graphs(engine)
     await _keep_while_idle(engine, soon, is_idle)
     if _rounds_rows(engine):
-        await _run_while_idle(engine, _crowd(engine)[:_COST_TELLERS], is_idle, clock)
+        await _run_while_idle(engine, [(cell, _PACE_STEPS)], is_idle, clock)
     await _run_while_idle(engine, _streams(engine), is_idle, clock)
     for tokens in KEPT_TOKENS:
         await _run_while_idle(engine, [(min(tokens, cell), 1)], is_idle, clock)
