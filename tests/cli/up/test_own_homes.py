@@ -1,6 +1,7 @@
 """`kvasir up` of homes of their own: over TCP, with limits, on two Macs, in the background."""
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -235,5 +236,33 @@ def test_a_home_on_a_full_disk_reports_at_its_end_what_it_did_not_store(monkeypa
         down = in_process("--home", cli.home, "--json", "down")
         assert (down.code, down.value["not_stored"]) == (1, 1)
     finally:
+        cli("down")
+        shutil.rmtree(cli.home)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="another process gets limits there alone")
+@pytest.mark.long(7)
+def test_a_home_whose_disk_takes_no_change_is_reported_and_at_its_end_each_turn_that_is_not_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one that the system made read-only after an error: its services go on in RAM, and their logs take no line."""
+
+    def read_only(**_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    cli = Cli(in_memory.home())
+    try:
+        up = cli.done("up", "-d", "--no-http", "--json").value
+        for service in ("store_pid", "engine_pid"):
+            resource.prlimit(up[service], resource.RLIMIT_FSIZE, (0, 0))
+        assert "not stored yet" in cli.done("chat", "ada", "--once", "Hello.", "--max-tokens", "4").err
+        monkeypatch.setattr("tempfile.TemporaryFile", read_only)
+        [store, _] = in_process("--home", cli.home, "--json", "status").value["services"]
+        assert "Read-only file system (DISK_FAILED)" in store["problems"][0]
+        monkeypatch.setattr(type(Home(cli.home).running_file), "unlink", lambda *_, **__: read_only())
+        down = in_process("--home", cli.home, "--json", "down")
+        assert (down.code, down.value["not_stored"]) == (1, 1)
+    finally:
+        monkeypatch.undo()
         cli("down")
         shutil.rmtree(cli.home)

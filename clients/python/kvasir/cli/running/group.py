@@ -5,6 +5,7 @@ import contextlib
 import re
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -76,9 +77,20 @@ def _with_facts(caller: Caller, state: ServiceState) -> ServiceState:
     if state.name == "store" and state.address == caller.home.endpoint("store").address:
         with contextlib.suppress(ValueError, OSError):  # the list cannot be read
             found |= {_SEALED: "; ".join(shut)} if (shut := list(_shut_namespaces(caller.home))) else {}
+        if not state.is_elsewhere and (failure := _disk_failure(caller.home.store_data)):
+            found["DISK_FAILED"] = f"the store's disk takes no file: {failure}"
     known = " ".join(state.problems)  # of its /healthz
     new = (f"{text} ({reason})" for reason, text in found.items() if f"({reason})" not in known)
     return replace(state, facts=facts, problems=(*state.problems, *new))
+
+
+def _disk_failure(folder: Path) -> str:
+    """Why a file cannot begin there, as on a disk that the system made read-only after an error; empty if one can."""
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def _shut_namespaces(home: Home) -> Iterator[str]:
@@ -127,7 +139,8 @@ def down(caller: Caller) -> None:
     logged = [int(match[1]) for line in log.new_lines() if (match := _DROPPED.search(line))]
     dropped = sum(logged) if logged else failed
     if not is_led(caller.home):  # a new `kvasir up` may have begun meanwhile
-        caller.home.running_file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of a disk that takes no change
+            caller.home.running_file.unlink(missing_ok=True)
     root = caller.home.root
     place = f"in {root}" if running is None or running.store_elsewhere is None else f"at the store, {running.store}"
     text = f"stopped; agents' memories are {place}" if ended.pids else f"nothing runs in {root}"
@@ -142,9 +155,11 @@ def down(caller: Caller) -> None:
 def _failed_beside_full_log(caller: Caller, running: Running | None) -> int:
     """How many agents' newest turns the store did not take, where the engine's log may take no line of it."""
     with contextlib.suppress(KvasirError, ValueError, OSError):
-        if running is not None and running.engine and shutil.disk_usage(caller.home.logs).free < _LOG_ROOM_BYTES:
+        failure = _disk_failure(caller.home.logs)
+        has_room = not failure and shutil.disk_usage(caller.home.logs).free >= _LOG_ROOM_BYTES
+        if running is not None and running.engine and not has_room:
             owed: dict[str, int] = _engine_facts(caller)[0]["owed"]
-            return owed["failed"]
+            return owed["memories" if failure else "failed"]
     return 0
 
 
