@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -129,6 +130,10 @@ class Disk:
     def free_bytes(self, path: Path) -> int:
         status = os.statvfs(path)
         return status.f_bavail * status.f_frsize
+
+    def try_file(self, path: Path) -> None:
+        """Begin a file without a name in a directory, and end it. Raises OSError where the disk takes none."""
+        tempfile.TemporaryFile(dir=path).close()
 
     def reached(self, point: str) -> None:
         """A place between effects, named for tests: around each commit of the index."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from kvasir.errors import ResourceExhausted
 
 from cachestore_svc.blobs.ballast import Ballast
-from cachestore_svc.blobs.disk import Disk, refusal
+from cachestore_svc.blobs.disk import Disk, is_no_room, refusal
 from cachestore_svc.facts.records import StoreConfig
 
 # One namespace may have this part of the free disk reserved for blobs that are not whole yet, so that promises without
@@ -88,6 +88,15 @@ class Space:
         """Whether no byte may be written, beside the reserve and the promised bytes."""
         with self._lock:
             return self.free_disk_bytes <= self._reserved.total() + self._kept_bytes()
+
+    @property
+    def disk_failure(self) -> str:
+        """Why no file can begin, as on a disk that the system made read-only after an error; empty if one can."""
+        try:
+            self._disk.try_file(self._config.data_dir)
+        except OSError as error:
+            return "" if is_no_room(error) else error.strerror or str(error)
+        return ""
 
     def _kept_bytes(self) -> int:
         return self._config.free_disk_reserve_bytes + self._ballast.missing_bytes()

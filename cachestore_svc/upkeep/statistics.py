@@ -68,6 +68,8 @@ class Statistics:
         core.sound_namespaces()  # raises where the index does not answer
         if core.space.is_disk_full:
             found.append(Ailment("DISK_FULL", "the disk has no room beside what must stay free: writes are refused"))
+        if failure := core.space.disk_failure:
+            found.append(Ailment("DISK_FAILED", f"the disk takes no file: {failure}"))
         found += [Ailment(refusal.reason, refusal.message) for refusal in core.seals.refusals()]
         if core.catalog.damage:
             what = f"the index is damaged: {len(core.catalog.damage)} namespaces are kept out"

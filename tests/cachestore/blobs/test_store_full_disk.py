@@ -20,6 +20,13 @@ from tests.made_models.synthetic import SMALL, SyntheticAgent
 MIB = 1 << 20
 
 
+class ReadOnlyDisk(Disk):
+    """As Linux leaves one behind an error."""
+
+    def try_file(self, path: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
 class RefusingDisk(Disk):
     """Fails one effect, by number, as a disk without room (or a broken one) does; a write may fail halfway."""
 
@@ -306,3 +313,9 @@ def test_a_deletion_that_the_ballast_makes_room_for_waits_for_no_lease_that_has_
         disk.arm(refuse_at)
         store.agents.delete(NS, "a")
         assert disk.effects > refuse_at
+
+
+@pytest.mark.parametrize(("disk", "reasons"), [(Disk(), []), (ReadOnlyDisk(), ["DISK_FAILED"])], ids=["well", "failed"])
+def test_a_disk_that_takes_no_file_is_a_problem_of_the_store(disk: Disk, reasons: list[str], tmp_path: Path) -> None:
+    with Lab(tmp_path / "data").open(disk=disk) as store:
+        assert [each.reason for each in store.statistics.ailments()] == reasons
