@@ -360,15 +360,17 @@ class EngineWorker:
         """End a turn, wherever it is; after a `failure` its agent's memory is as before. Its listener gets an end."""
         if sequence.status is Status.FINISHED:
             return
+        stuck: Exception | None = None
         try:
             self._leave(sequence, remembers=failure is None)
         except Exception as error:  # noqa: BLE001 - the turn failed, as it may anywhere else
             self._device.pass_failed(error)
-            failure = failure or error
-        if failure is not None:
-            if not isinstance(failure, KvasirError):
-                logger.error("turn.failed", exc_info=failure)
-            forget_frames(failure)
+            stuck = error
+        for each in filter(None, (failure, stuck)):
+            if not isinstance(each, KvasirError):
+                logger.error("turn.failed", exc_info=each)
+            forget_frames(each)
+        if (failure := failure or stuck) is not None:
             failure = self._device.in_words(failure)
         sequence.finish(failure)
         kv, sequence.swapped = sequence.kv, None
@@ -387,9 +389,9 @@ class EngineWorker:
         self.room.give_up(sequence)
         self._scheduler.remove(sequence)
         self._emit(sequence)
-        # A turn that could not leave: the batch of some layers may hold it.
-        if kv is not None and failure is not None and kv in self._decoder.batch:
-            self._lose((), failure)
+        # A turn that could not leave: the batch of some layers may hold it. How it ended is no affair of the others.
+        if kv is not None and stuck is not None and kv in self._decoder.batch:
+            self._lose((), stuck)
         self._do_idle_work()
 
     def _leave(self, sequence: Sequence, *, remembers: bool) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from kvasir.errors import Internal, InvalidArgument, KvasirError, ResourceExhausted, Unavailable
+from kvasir.errors import Cancelled, Internal, InvalidArgument, KvasirError, ResourceExhausted, Unavailable
 
 from inference_svc.engine.api import AgentKey, Hot, Tokens
 from inference_svc.engine.device.device_errors import DeviceLost, device_error
@@ -175,6 +175,29 @@ def test_a_cell_whose_rows_are_stored_already_is_not_computed_once_more(
         with pytest.raises(ResourceExhausted):
             driver.turn(prompt, key=driver.key())
         assert driver.turn(prompt, key=driver.key()).state == expected
+
+
+def test_turns_that_end_with_one_that_cannot_leave_hear_of_the_fault_and_not_of_its_end(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with driver_with_room_for(4096, model_dir, tmp_path) as driver:
+        worker, long = driver.engine._worker, OTHERS | {"max_tokens": 400}
+        beside = driver.submit(tokens_of(600, 1), namespace="beside", **long)
+        leaving = driver.submit(tokens_of(20), namespace="leaving", **long)
+        for turn in (beside, leaving):
+            turn.wait_for(Tokens, 3)
+
+        def refused(_kv: object) -> None:
+            monkeypatch.undo()
+            raise RuntimeError("another fault")
+
+        monkeypatch.setattr(worker._decoder.batch, "leave", refused)
+        leaving.handle.result(30).cancel()
+        with pytest.raises(Cancelled):
+            leaving.end()
+        with pytest.raises(Internal):
+            beside.end()
+        assert driver.turn(tokens_of(600, 1), namespace="beside").cached_tokens == 0, "no row of a lost turn stays"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
