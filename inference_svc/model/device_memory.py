@@ -1,9 +1,11 @@
 """How many bytes MLX holds in this process, the most that it has held, and how many the device has."""
 
 import contextlib
+import ctypes
 import gc
 import os
 import traceback
+from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
@@ -20,6 +22,7 @@ _GRAPH_SETTINGS = {
     "MLX_ENABLE_CACHE_THRASHING_CHECK": "0",
 }
 _SETTINGS = ("MLX_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "LD_")
+_INTEGRATED = 18  # the driver's name for it
 _TOTALS = ("max_recommended_working_set_size", "total_memory", "memory_size")
 
 
@@ -57,8 +60,22 @@ def card() -> str:
 
 def free_bytes() -> int | None:
     """Bytes of a card's memory that no process holds now; None of a device whose memory is the machine's."""
-    free = mx.device_info().get("free_memory") if card() else None
+    free = mx.device_info().get("free_memory") if card() and not _is_integrated() else None
     return None if free is None else int(free)
+
+
+@cache
+def _is_integrated() -> bool:
+    """Whether a CUDA device has the machine's memory, where files that the system keeps in RAM do not count as free."""
+    device, value = ctypes.c_int(), ctypes.c_int()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        failed = driver.cuInit(0) or driver.cuCtxGetDevice(ctypes.byref(device))
+        failed = failed and driver.cuDeviceGet(ctypes.byref(device), 0)  # no context yet
+        failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(value), _INTEGRATED, device)
+    except (OSError, AttributeError):
+        return False
+    return not failed and bool(value.value)
 
 
 def held_by_others() -> int:

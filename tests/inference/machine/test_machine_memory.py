@@ -26,7 +26,7 @@ from inference_svc.machine import pressure
 from inference_svc.machine.claims import Claims
 from inference_svc.machine.giving_back import GivingBack
 from inference_svc.machine.kv_budget import GIB, Device, KvBudget, NoRoom, claims_of_device, held_of, weights_on_disk
-from inference_svc.model import kvasir_tiny
+from inference_svc.model import device_memory, kvasir_tiny
 from inference_svc.model.probing.real_layouts import REAL_LAYOUTS, agent_bytes
 
 # What Metal recommends of a Mac's RAM.
@@ -75,6 +75,32 @@ def test_memory_that_other_programs_hold_of_a_card_counts_as_other_engines_claim
     monkeypatch.setattr("mlx.core.get_cache_memory", lambda: GIB)
     assert held_of(64 * GIB) == 16 * GIB, "without its own"
     assert (held_of(60 * GIB), held_of(32 * GIB)) == (12 * GIB, 0), "of the part that --device-gib names"
+
+
+@pytest.mark.parametrize("has_context", [False, True])
+@pytest.mark.parametrize("is_integrated", [False, True])
+def test_a_device_that_has_the_machines_memory_is_no_card_that_others_fill(
+    monkeypatch: pytest.MonkeyPatch, *, is_integrated: bool, has_context: bool
+) -> None:
+    """Files that the system keeps in RAM do not count as free, and make room."""
+
+    def attribute(value: Any, name: int, _device: Any) -> int:
+        value._obj.value = int(is_integrated and name == 18)
+        return 0
+
+    driver = SimpleNamespace(
+        cuInit=lambda _: 0,
+        cuCtxGetDevice=lambda _: 0 if has_context else 201,
+        cuDeviceGet=lambda *_: 0,
+        cuDeviceGetAttribute=attribute,
+    )
+    monkeypatch.setattr("ctypes.CDLL", lambda _: driver)
+    monkeypatch.setattr("mlx.core.device_info", lambda: {"uuid": "1", "total_memory": 64 * GIB, "free_memory": GIB})
+    device_memory._is_integrated.cache_clear()
+    try:
+        assert (held_of(64 * GIB) == 0) is is_integrated
+    finally:
+        device_memory._is_integrated.cache_clear()
 
 
 def test_a_short_context_needs_less_than_half_of_a_large_machine() -> None:
