@@ -13,7 +13,8 @@ _NO_MEMORY = re.compile(r"out of memory|unable to allocate|maximum allowed buffe
 _LOST = re.compile(
     "illegal memory access|illegal instruction|misaligned address|invalid program counter|hardware stack error|"
     "unspecified launch failure|launch timed out|device-side assert|context is destroyed|uncorrectable|"
-    "global/shared address space|MPS client terminated|MPS server"
+    "global/shared address space|MPS client has been terminated|MPS server|nvlink or a hardware error|"
+    "tensor memory not completely freed|external entity outside of CUDA|failed: unknown error"
 )
 
 

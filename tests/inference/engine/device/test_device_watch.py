@@ -32,6 +32,11 @@ OTHERS = {"max_tokens": 40, "logit_bias": ((0, -1000.0),)}
         ("cudaPeekAtLastError() failed: unspecified launch failure", DeviceLost),
         ("cudaEventSynchronize(*this) failed: misaligned address", DeviceLost),
         ("cudaStreamSynchronize(stream_) failed: uncorrectable ECC error encountered", DeviceLost),
+        ("cudaFreeAsync(p, s) failed: Invalid access of peer GPU memory over nvlink or a hardware error", DeviceLost),
+        ("cudaGraphLaunch(graph, stream_) failed: the MPS client has been terminated by the server", DeviceLost),
+        ("cudaEventQuery(event_) failed: tensor memory not completely freed", DeviceLost),
+        ("cudaEventQuery(event_) failed: an async error has occured in external entity outside of CUDA", DeviceLost),
+        ("cudaStreamSynchronize(stream_) failed: unknown error", DeviceLost),
         ("[matmul] Last dimension of first input must match", None),
     ],
 )
