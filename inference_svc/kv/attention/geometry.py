@@ -84,10 +84,10 @@ class SplitGeometry:
         if self.by_tiles:
             return self._tiles_bytes(self.tile)
         if self.by_matrices:
-            columns = self.queries // 8
-            words = columns * LANES * (-(-key.dim // 32) * 4 + 4) + self.queries * (1 + groups(key))
+            columns = -(-self.queries // 8)
+            words = columns * LANES * (-(-key.dim // 32) * 4 + 4) + 8 * columns * (1 + groups(key))
             tiles = _aligned(words * 4) + self.warps * self.tile * self._token_bytes
-            mixes = self.warps * self.queries * (2 + value_dim + 4) * 4
+            mixes = self.warps * 8 * columns * (2 + value_dim + 4) * 4
             return _aligned(max(tiles, mixes))
         per_query = max(key.dim + groups(key) + self.warps * LANES, value_dim) + self.warps * 2
         return _aligned(per_query * self.queries * 4)

@@ -6,7 +6,7 @@ one these are five launches a layer.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -28,10 +28,25 @@ from inference_svc.kv.page import EXACT_BITS, PAGE_TOKENS, PageFormat
 
 Template = Mapping[str, int | bool | mx.Dtype]
 _WHOLE_ROWS = 16  # with more, each block's own rotations and waits cost more than two launches
+_FEW = 4  # queries of a kv head, of which a lane has half as many scores (matrices.h)
 _MOST_HEADS = 64  # of K and V
-# With so many rows a block mixes several pages: its begin and end are a third of a page's instructions. With tiles of
-# 32 tokens a multiprocessor has registers for four blocks.
-LEAST_OF_PAGES, MOST_PAGES, _LONG_TILE, _LONG_BLOCKS = 33, 16, 32, 4
+
+
+class BlockShape(NamedTuple):
+    """A block mixes so many `pages`, by tiles of so many tokens; a multiprocessor has registers for so many `blocks`.
+    0: the compiler decides.
+    """
+
+    pages: int
+    tile: int
+    blocks: int
+
+
+# A block's begin and end take a third of a page's instructions. Of 12 rows and more in one launch, blocks of 3 pages
+# are all there at once; of fewer rows some multiprocessors would have less to do. With many rows a multiprocessor has
+# registers for four blocks by tiles of 32 tokens.
+LEAST_OF_SOME, LEAST_OF_PAGES = 12, 33
+SHAPES = {"one": BlockShape(1, 64, 0), "some": BlockShape(3, 64, 3), "many": BlockShape(16, 32, 4)}
 _MOST_BLOCKS = 32  # of a sequence: a warp makes a query's result of them, and of more a kernel of its own is faster
 
 
@@ -77,14 +92,15 @@ def step_attention(
     blocks = step.block_table.shape[1]
     pages, settings = (step.pages, step.block_table, step.places), settings_of(scale, None, PAGE_TOKENS)
     mixes = (slots * heads, blocks, value.dim + PARTIAL_EXTRA), mx.float32
-    is_long = not is_whole and slots >= LEAST_OF_PAGES and step.format.key.bits < EXACT_BITS
-    many = MOST_PAGES if is_long else 1
-    mixing = replace(geometry, most_tile=_LONG_TILE) if is_long else geometry
+    shape = _shape(slots, step.format, is_whole=is_whole)
+    many, mixing = shape.pages, replace(geometry, most_tile=shape.tile)
+    if shape is SHAPES["some"] and heads <= _FEW * value.kv_heads:
+        mixing = replace(mixing, queries=_FEW)
     made, grid = ((slots, 1, heads * value.dim), dtype), (value.kv_heads, slots, -(-blocks // many))
     kinds: Template = {"T": dtype, "HEADS": heads, "PAGES": many}
-    ends = is_long and blocks <= many
+    ends = many > 1 and not is_whole and blocks <= many
     source = attend_source(is_whole=is_whole, ends=ends)
-    mix = compiled(made_by, replace(source, blocks=_LONG_BLOCKS if is_long else 0), mixing.shared_bytes)
+    mix = compiled(made_by, replace(source, blocks=shape.blocks), mixing.shared_bytes)
     given = new.queries, new.keys, new.values
     if is_whole:
         return _launched(
@@ -108,6 +124,12 @@ def step_attention(
     results = compiled(made_by, results_source(), LANES)
     numbers = {**kinds, "VALUE_DIM": value.dim, "WARPS": WARPS, "SHARED_BYTES": LANES}
     return _launched(results, (mixed[0], step.places), numbers, (-(-slots * heads // WARPS), 1, 1), [made])[0]
+
+
+def _shape(slots: int, page_format: PageFormat, *, is_whole: bool) -> BlockShape:
+    if page_format.key.bits == EXACT_BITS or slots < (LEAST_OF_SOME if is_whole else LEAST_OF_PAGES):
+        return SHAPES["one"]
+    return SHAPES["some" if is_whole else "many"]
 
 
 def _launched(

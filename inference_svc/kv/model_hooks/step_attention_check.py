@@ -11,7 +11,8 @@ from inference_svc.kv.attention.reference import Scoring, reference_attention
 from inference_svc.kv.batch.fused_layer import StepPages
 from inference_svc.kv.model_hooks.step_attention import (
     LEAST_OF_PAGES,
-    MOST_PAGES,
+    LEAST_OF_SOME,
+    SHAPES,
     NewTokens,
     Rotation,
     step_attention,
@@ -24,14 +25,18 @@ _HEADS = 4
 _BLOCKS = (2, 0)  # the pages of all rows: each sees those before it, on both sides of a block's border
 # The first sees the second's row, of the same page; the last one sees as much of a page as of the one before.
 _PLACES = (PAGE_TOKENS - 1, PAGE_TOKENS - 3, PAGE_TOKENS + 1, -1, 2 * PAGE_TOKENS - 9)
-# The last one's, where a block of many rows does not mix all: the same ones again and again, and then one of its own.
-_FAR_BLOCKS = (*_BLOCKS * (MOST_PAGES // len(_BLOCKS)), 1)
-# Whether it is in one launch, rows with empty ones, and whether the last one is far.
+# The last one's, where a block does not mix all. Of many rows the same ones again and again, and then one of its own;
+# in one launch none again, as a block waits for new rows of its own places alone.
+_FAR_BLOCKS = (*_BLOCKS * (SHAPES["many"].pages // len(_BLOCKS)), 1)
+_NEXT_BLOCKS = (*_BLOCKS, 1, 3)
+# Whether it is in one launch, rows with empty ones, and the last one's pages.
 _LAUNCHES = (
-    (True, len(_PLACES), False),
-    (False, len(_PLACES), False),
-    (False, LEAST_OF_PAGES, False),
-    (False, LEAST_OF_PAGES, True),
+    (True, len(_PLACES), _BLOCKS),
+    (True, LEAST_OF_SOME, _BLOCKS),
+    (True, LEAST_OF_SOME, _NEXT_BLOCKS),
+    (False, len(_PLACES), _BLOCKS),
+    (False, LEAST_OF_PAGES, _BLOCKS),
+    (False, LEAST_OF_PAGES, _FAR_BLOCKS),
 )
 _SEED = 110  # by which faults show
 _TOLERANCE = 0.03
@@ -42,8 +47,8 @@ def differences() -> Iterator[str]:
     """The faults that are found."""
     new = NewTokens(*(_random(len(_PLACES), heads, _SEED + heads + seed) for seed, heads in enumerate((_HEADS, 2, 2))))
     rotation = Rotation.of(1 / (1 + mx.arange(_ROWS.dim // 2, dtype=mx.float32) ** 2))
-    for is_whole, rows, is_far in _LAUNCHES:
-        table, places = _last_is_far() if is_far else _near()
+    for is_whole, rows, blocks in _LAUNCHES:
+        table, places = _table(blocks)
         expected = _pages()
         right = _by_steps(new, StepPages(expected, _FORMAT, table, places), rotation)
         mx.eval(right)
@@ -57,15 +62,13 @@ def differences() -> Iterator[str]:
             yield "a step's rows are written differently from the reference"
 
 
-def _near() -> tuple[mx.array, mx.array]:
-    """The block table, and the places of rows."""
-    return mx.array([_BLOCKS] * len(_PLACES), mx.int32), mx.array(_PLACES, mx.int32)
-
-
-def _last_is_far() -> tuple[mx.array, mx.array]:
-    blocks = (*_BLOCKS, *[0] * (len(_FAR_BLOCKS) - len(_BLOCKS)))
-    places = (*_PLACES[:-1], _PLACES[-1] + (len(_FAR_BLOCKS) - len(_BLOCKS)) * PAGE_TOKENS)
-    return mx.array([*[blocks] * (len(_PLACES) - 1), _FAR_BLOCKS], mx.int32), mx.array(places, mx.int32)
+def _table(last_blocks: tuple[int, ...]) -> tuple[mx.array, mx.array]:
+    """The block table, and the places of rows, of which the last one is in its last block."""
+    more = len(last_blocks) - len(_BLOCKS)
+    places = (*_PLACES[:-1], _PLACES[-1] + more * PAGE_TOKENS)
+    return mx.array([*[(*_BLOCKS, *[0] * more)] * (len(_PLACES) - 1), last_blocks], mx.int32), mx.array(
+        places, mx.int32
+    )
 
 
 def _padded(given: mx.array, rows: int, value: int = 0) -> mx.array:
@@ -89,7 +92,7 @@ def _turned(given: mx.array, places: mx.array, rotation: Rotation) -> mx.array:
 
 def _pages() -> mx.array:
     """Of scales and biases below two, which random bits are not."""
-    made = mx.random.randint(0, 0x4000, (max(_BLOCKS) + 1, _FORMAT.units), key=mx.random.key(6)).astype(mx.uint16)
+    made = mx.random.randint(0, 0x4000, (max(_NEXT_BLOCKS) + 1, _FORMAT.units), key=mx.random.key(6)).astype(mx.uint16)
     mx.eval(made)
     return made
 

@@ -39,7 +39,7 @@ _BY_LANES = """
 #define KV_SPLIT kv_split_by_lanes<Query, K, V, IS_BFLOAT, QUERIES, WARPS, SPAN>
 """
 _BY_MATRICES = """
-#define KV_SPLIT kv_split_by_matrices<Query, K, V, IS_BFLOAT, QUERIES / 8, WARPS, SPAN, TILE>
+#define KV_SPLIT kv_split_by_matrices<Query, K, V, IS_BFLOAT, QUERIES, WARPS, SPAN, TILE>
 """
 _BY_TILES = """
 #define KV_SPLIT kv_split_by_tiles<Query, K, V, IS_BFLOAT, WARPS, QUERIES / WARPS / (8 * KV_EIGHTS), TILE>

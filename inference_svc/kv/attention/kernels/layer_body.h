@@ -148,7 +148,7 @@ auto attend = [&]() {
     }
     const long first_query = long(row) * HEADS + head * SHARE;
     const int stride = splits * (DIM + 4);
-    kv_split_by_matrices<T, K, V, IS_BFLOAT, QUERIES / 8, PART_WARPS, SPLIT_TOKENS / PART_WARPS, TILE>(
+    kv_split_by_matrices<T, K, V, IS_BFLOAT, QUERIES, PART_WARPS, SPLIT_TOKENS / PART_WARPS, TILE>(
         queries + first_query * DIM, pages + page * pages_shape[1], head, split * SPLIT_TOKENS + warp * (SPLIT_TOKENS / PART_WARPS),
         place + 1, 1, 0, SHARE, settings[0], 0, partial + first_query * stride + split * (DIM + 4), stride, warp, kv_lane, mine);
     kv_part_barrier<PART_WARPS>();

@@ -7,6 +7,8 @@
 // A fragment's lane is (g, t) = (lane / 4, lane % 4). In c[16, 8], it holds rows g and g + 8 of columns 2t and 2t + 1;
 // in a[16, 16], those rows of columns 2t, 2t + 1, 2t + 8, 2t + 9; in b[16, 8], column g of those rows. Rows are tokens
 // (then dimensions), columns are queries. Which dimension is which k is free, as long as both sides agree.
+// Of four queries or fewer, the other four columns are the same queries again, and keep what the second 16 of 32 tokens
+// give: a lane has half as many scores, all of them of use.
 
 KV_CONST float KV_CODE = 16777216.0f;   // 2^24: what a code's bits are worth less as a half
 KV_CONST float KV_WEIGHT = 16384.0f;    // 2^14: what weights are multiplied by, so that small ones stay normal halves
@@ -140,22 +142,29 @@ KV_FN void kv_write_query(Query query, int row, float scale, kv_u32* words, int 
   }
 }
 
+struct KvNothing {
+  KV_FN void operator()() const {}
+};
+
 // `queries`: where they lie, or what gives them (attend.h). Where it GOES_ON, a warp mixes the same places of more pages.
-template <typename Query, typename K, typename V, bool IS_BFLOAT, int TILES, int WARPS, int SPAN, int TILE, bool GOES_ON = false, typename Queries>
+// `meanwhile` is done while the first tiles come, or before them where they come late.
+template <typename Query, typename K, typename V, bool IS_BFLOAT, int QUERIES, int WARPS, int SPAN, int TILE, bool GOES_ON = false, typename Queries, typename Meanwhile = KvNothing>
 KV_FN void kv_split_by_matrices(Queries queries, const kv_u16* page, int head, int first_token, int length,
                                 int query_count, int first_row, int row_count, float scale, int window,
-                                float* partial, int row_stride, int warp, int lane, float* shared, KvPages more = {}) {
+                                float* partial, int row_stride, int warp, int lane, float* shared, KvPages more = {}, Meanwhile meanwhile = {}, bool is_late = false) {
   constexpr int IN_PAGE = SPAN / TILE;
   constexpr bool IS_LONG = GOES_ON || IN_PAGE > 1;
-  constexpr int HALVES = TILE / 16, COLUMNS = 8 * TILES;
+  constexpr bool IS_FEW = QUERIES <= 4;
+  constexpr int TILES = (QUERIES + 7) / 8, COLUMNS = 8 * TILES, EACH = IS_FEW ? 1 : 2, SCORES = TILE / 32 * EACH;
   constexpr int K_STEPS = K::DIM / 16, OUT = V::DIM / 16;
   constexpr bool K_BFLOAT = !K::IS_QUANTIZED && IS_BFLOAT, V_BFLOAT = !V::IS_QUANTIZED && IS_BFLOAT;
-  constexpr int WARP_UNITS = KvTile<K, TILE>::UNITS + KvTile<V, TILE>::UNITS;
+  constexpr int K_UNITS = KvTile<K, TILE>::UNITS, WARP_UNITS = K_UNITS + KvTile<V, TILE>::UNITS;
   const int g = lane / 4, t = lane % 4;
+  auto column_of = [&](int n, int c) { return IS_FEW ? (2 * t + c) % 4 : n * 8 + 2 * t + c; };
+  auto line_of = [&](int i) { return IS_FEW ? i / 2 * 32 + t / 2 * 16 + i % 2 * 8 + g : i * 8 + g; };  // of a tile, score i's
   using Q = KvQueries<K, TILES>;
   kv_u32* query_words = (kv_u32*)shared;
-  kv_u16* k_tile = (kv_u16*)(shared + Q::WORDS) + warp * WARP_UNITS;
-  kv_u16* v_tile = k_tile + KvTile<K, TILE>::UNITS;
+  kv_u16* const tiles = (kv_u16*)(shared + Q::WORDS) + warp * WARP_UNITS;
   const KvSeen any = kv_seen_by_any(length, query_count, window);
 
   float top[TILES][2], total[TILES][2], factor[TILES][2], mix[OUT][TILES][4], bias_mix[V::GROUPS][TILES][2];
@@ -170,17 +179,35 @@ KV_FN void kv_split_by_matrices(Queries queries, const kv_u16* page, int head, i
   }
   KV_UNROLL for (int i = 0; i < V::GROUPS; ++i) largest[i] = 0;
 
-  int begin = first_token;
-  bool is_live = begin <= any.high && begin + TILE > any.low;
-  kv_begin_live<K, TILE>(k_tile, page, head, begin, any, is_live, lane);
-  kv_begin_live<V, TILE>(v_tile, page, head, begin, any, is_live, lane);
+  const int steps = GOES_ON ? more.count * IN_PAGE : IN_PAGE;
+  const kv_u32 number = GOES_ON && lane < more.count ? more.numbers[lane] : 0;
+  auto token_of = [&](int step) { return first_token + step / IN_PAGE * KV_PAGE_TOKENS + step % IN_PAGE * TILE; };
+  auto is_live = [&](int step) { return step < steps && token_of(step) <= any.high && token_of(step) + TILE > any.low; };
+  auto begin = [&](int part) {  // a step's keys, and then its values
+    const int step = part / 2, token = token_of(step);
+    const kv_u16* from = page;
+    if (GOES_ON) from = more.first + long(kv_to_bits(kv_shuffle(kv_from_bits(number), step / IN_PAGE % 32))) * more.units;
+    kv_u16* const to = tiles + part % 2 * K_UNITS;
+    if (part % 2)
+      kv_begin_live<V, TILE>(to, from, head, token, any, is_live(step), lane);
+    else
+      kv_begin_live<K, TILE>(to, from, head, token, any, is_live(step), lane);
+  };
+  KV_ROLLED for (int turn = 0; turn < 2; ++turn) {
+    if (turn == int(is_late)) {
+      KV_UNROLL for (int part = 0; part < 2; ++part) begin(part);
+    } else {
+      meanwhile();
+    }
+  }
 
   // The queries become fragments while the first tile comes.
   KV_ROLLED for (int row = warp; row < row_count; row += WARPS)
     kv_write_query<K, TILES, K_BFLOAT>(queries + row * K::DIM, row, scale * KV_LOG2E, query_words, lane);
   kv_group_barrier();
   KV_UNROLL for (int n = 0; n < TILES; ++n) {
-    const kv_u32x4* mine = (const kv_u32x4*)(query_words + (n * 32 + lane) * Q::STRIDE);
+    const kv_u32* words = query_words + (n * 32 + (IS_FEW ? lane % 16 : lane)) * Q::STRIDE;
+    const kv_u32x4* mine = (const kv_u32x4*)words;
     KV_UNROLL for (int i = 0; i < K_STEPS / 2; ++i) {
       const kv_u32x4 four = mine[i];
       query[2 * i][n][0] = four.x;
@@ -189,11 +216,11 @@ KV_FN void kv_split_by_matrices(Queries queries, const kv_u16* page, int head, i
       query[2 * i + 1][n][1] = four.w;
     }
     if (K_STEPS % 2) {
-      query[K_STEPS - 1][n][0] = query_words[(n * 32 + lane) * Q::STRIDE + 2 * K_STEPS - 2];
-      query[K_STEPS - 1][n][1] = query_words[(n * 32 + lane) * Q::STRIDE + 2 * K_STEPS - 1];
+      query[K_STEPS - 1][n][0] = words[2 * K_STEPS - 2];
+      query[K_STEPS - 1][n][1] = words[2 * K_STEPS - 1];
     }
     KV_UNROLL for (int c = 0; c < 2; ++c) {
-      const int column = n * 8 + 2 * t + c;
+      const int column = column_of(n, c);
       factor[n][c] = shared[Q::FACTORS + column];
       KV_UNROLL for (int i = 0; i < K::GROUPS; ++i) query_sum[i][n][c] = shared[Q::SUMS + column * K::GROUPS + i];
       seen[n][c] = kv_seen(length, query_count, (first_row + column) % query_count, window);
@@ -203,34 +230,30 @@ KV_FN void kv_split_by_matrices(Queries queries, const kv_u16* page, int head, i
   // Tiles in [clear_low, clear_high] are seen by every query.
   const int clear_low = kv_seen(length, query_count, query_count - 1, window).low, clear_high = length - query_count;
 
-  const int steps = GOES_ON ? more.count * IN_PAGE : IN_PAGE;
   KV_ROLLED for (int step = 0; step < steps; ++step) {
-    const bool turns = GOES_ON && (step + 1) % IN_PAGE == 0;
-    const int now = begin, number = turns && step + 1 < steps ? more.numbers[(step + 1) / IN_PAGE] : 0;
-    auto begin_next = [&] {
+    const int now = token_of(step);
+    kv_u16 *const k_tile = tiles, *const v_tile = tiles + K_UNITS;
+    auto begin_next = [&](int part) {
       if (!IS_LONG) return;
-      begin += turns ? KV_PAGE_TOKENS - SPAN + TILE : TILE;
-      page = turns ? more.first + number * more.units : page;
-      is_live = step + 1 < steps && begin <= any.high && begin + TILE > any.low;
       kv_warp_barrier();
-      kv_begin_live<K, TILE>(k_tile, page, head, begin, any, is_live, lane);
+      begin(part + 2);
     };
-    if (!is_live) {
-      begin_next();
+    if (!is_live(step)) {
+      begin_next(2 * step);
     } else {
       kv_copies_done<1>();
       kv_clear_scales<K, TILE>(k_tile, now, any, lane);
-      float score[HALVES][TILES][4];
+      float score[SCORES][TILES][4];
       KV_UNROLL for (int pair = 0; pair < TILE / 32; ++pair) {
-        float row_scale[4][K::GROUPS], row_bias[4][K::GROUPS];
+        float row_scale[2 * EACH][K::GROUPS], row_bias[2 * EACH][K::GROUPS];
         if (K::IS_QUANTIZED) {
-          KV_UNROLL for (int r = 0; r < 4; ++r) {
-            kv_row_scales<K, IS_BFLOAT>(k_tile + KvTile<K, TILE>::SCALES, pair * 32 + r * 8 + g, row_scale[r]);
-            kv_row_scales<K, IS_BFLOAT>(k_tile + KvTile<K, TILE>::BIASES, pair * 32 + r * 8 + g, row_bias[r]);
+          KV_UNROLL for (int r = 0; r < 2 * EACH; ++r) {
+            kv_row_scales<K, IS_BFLOAT>(k_tile + KvTile<K, TILE>::SCALES, line_of(pair * 2 * EACH + r), row_scale[r]);
+            kv_row_scales<K, IS_BFLOAT>(k_tile + KvTile<K, TILE>::BIASES, line_of(pair * 2 * EACH + r), row_bias[r]);
           }
         }
-        KV_UNROLL for (int h = 0; h < 2; ++h) KV_UNROLL for (int n = 0; n < TILES; ++n)
-          KV_UNROLL for (int j = 0; j < 4; ++j) score[pair * 2 + h][n][j] = 0;
+        KV_UNROLL for (int h = 0; h < EACH; ++h) KV_UNROLL for (int n = 0; n < TILES; ++n)
+          KV_UNROLL for (int j = 0; j < 4; ++j) score[pair * EACH + h][n][j] = 0;
         KV_UNROLL for (int i = 0; i < K::GROUPS; ++i) {
           float sum[2][TILES][4];
           KV_UNROLL for (int h = 0; h < 2; ++h) KV_UNROLL for (int n = 0; n < TILES; ++n)
@@ -260,17 +283,18 @@ KV_FN void kv_split_by_matrices(Queries queries, const kv_u16* page, int head, i
               }
             }
           }
-          KV_UNROLL for (int h = 0; h < 2; ++h) KV_UNROLL for (int n = 0; n < TILES; ++n)
+          KV_UNROLL for (int h = 0; h < EACH; ++h) KV_UNROLL for (int n = 0; n < TILES; ++n)
             KV_UNROLL for (int j = 0; j < 4; ++j) {
-              float& mine = score[pair * 2 + h][n][j];
-              mine = K::IS_QUANTIZED ? mine + (row_scale[2 * h + j / 2][i] * sum[h][n][j] +
+              float& mine = score[pair * EACH + h][n][j];
+              const float found = IS_FEW && t >= 2 ? sum[1][n][j] : sum[h][n][j];
+              mine = K::IS_QUANTIZED ? mine + (row_scale[2 * h + j / 2][i] * found +
                                                row_bias[2 * h + j / 2][i] * query_sum[i][n][j % 2])
-                                     : sum[h][n][j];
+                                     : found;
             }
         }
       }
 
-      begin_next();  // its keys come while this tile's values are mixed
+      begin_next(2 * step);  // the next ones come while this tile's values are mixed
 
       // Weights of this tile, and what is kept of the tiles before it.
       const bool is_clear = now >= clear_low && now + TILE - 1 <= clear_high;
@@ -280,16 +304,17 @@ KV_FN void kv_split_by_matrices(Queries queries, const kv_u16* page, int head, i
           const int low = seen[n][c].low, width = seen[n][c].high - low;
           float highest = KV_NONE, sum = 0;
           if (!is_clear) {
-            KV_UNROLL for (int m = 0; m < HALVES; ++m) KV_UNROLL for (int r = 0; r < 2; ++r)
-              if ((unsigned)(now + m * 16 + r * 8 + g - low) > (unsigned)width) score[m][n][2 * r + c] = KV_NONE;
+            KV_UNROLL for (int m = 0; m < SCORES; ++m) KV_UNROLL for (int r = 0; r < 2; ++r)
+              if ((unsigned)(now + line_of(2 * m + r) - low) > (unsigned)width) score[m][n][2 * r + c] = KV_NONE;
           }
-          KV_UNROLL for (int m = 0; m < HALVES; ++m)
+          KV_UNROLL for (int m = 0; m < SCORES; ++m)
             highest = fmaxf(highest, fmaxf(score[m][n][c], score[m][n][2 + c]));
+          if (IS_FEW) highest = fmaxf(highest, kv_shuffle_xor(highest, 2));
           highest = fmaxf(highest, kv_shuffle_xor(highest, 4));
           highest = fmaxf(highest, kv_shuffle_xor(highest, 8));
           highest = fmaxf(highest, kv_shuffle_xor(highest, 16));
           highest = highest > KV_NONE ? fmaxf(highest * factor[n][c], top[n][c]) : top[n][c];
-          KV_UNROLL for (int m = 0; m < HALVES; ++m) KV_UNROLL for (int r = 0; r < 2; ++r) {
+          KV_UNROLL for (int m = 0; m < SCORES; ++m) KV_UNROLL for (int r = 0; r < 2; ++r) {
             float& mine = score[m][n][2 * r + c];
             const float weight = kv_exp2_near(mine * factor[n][c] - highest);
             mine = is_clear || mine > KV_NONE ? weight : 0.0f;
@@ -299,7 +324,7 @@ KV_FN void kv_split_by_matrices(Queries queries, const kv_u16* page, int head, i
           kept[c] = IS_LONG ? kv_exp2(top[n][c] - highest) : 1.0f;
           top[n][c] = highest;
         }
-        const int column = n * 8 + 2 * t;  // most tiles have no higher score
+        const int column = column_of(n, 0);  // most tiles have no higher score
         const bool is_less = (column < row_count && kept[0] != 1) || (column + 1 < row_count && kept[1] != 1);
         if (IS_LONG && kv_any(is_less)) {
           KV_UNROLL for (int c = 0; c < 2; ++c) {
@@ -316,12 +341,12 @@ KV_FN void kv_split_by_matrices(Queries queries, const kv_u16* page, int head, i
 
       kv_copies_done<IS_LONG ? 1 : 0>();
       kv_clear_scales<V, TILE>(v_tile, now, any, lane);
-      float value_scale[2 * HALVES][V::GROUPS];
+      float value_scale[2 * SCORES][V::GROUPS];
       if (V::IS_QUANTIZED) {
-        KV_UNROLL for (int r = 0; r < 2 * HALVES; ++r) {
+        KV_UNROLL for (int r = 0; r < 2 * SCORES; ++r) {
           float bias[V::GROUPS];
-          kv_row_scales<V, IS_BFLOAT>(v_tile + KvTile<V, TILE>::SCALES, r * 8 + g, value_scale[r]);
-          kv_row_scales<V, IS_BFLOAT>(v_tile + KvTile<V, TILE>::BIASES, r * 8 + g, bias);
+          kv_row_scales<V, IS_BFLOAT>(v_tile + KvTile<V, TILE>::SCALES, line_of(r), value_scale[r]);
+          kv_row_scales<V, IS_BFLOAT>(v_tile + KvTile<V, TILE>::BIASES, line_of(r), bias);
           KV_UNROLL for (int i = 0; i < V::GROUPS; ++i) KV_UNROLL for (int n = 0; n < TILES; ++n)
             KV_UNROLL for (int c = 0; c < 2; ++c) bias_mix[i][n][c] += score[r / 2][n][2 * (r % 2) + c] * bias[i];
         }
@@ -330,7 +355,8 @@ KV_FN void kv_split_by_matrices(Queries queries, const kv_u16* page, int head, i
         float shrink = V_BFLOAT ? 1.0f : KV_WEIGHT;
         if (V::IS_QUANTIZED) {
           float greatest = 0;
-          KV_UNROLL for (int r = 0; r < 2 * HALVES; ++r) greatest = fmaxf(greatest, fabsf(value_scale[r][i]));
+          KV_UNROLL for (int r = 0; r < 2 * SCORES; ++r) greatest = fmaxf(greatest, fabsf(value_scale[r][i]));
+          if (IS_FEW) greatest = fmaxf(greatest, kv_shuffle_xor(greatest, 2));
           greatest = fmaxf(greatest, kv_shuffle_xor(greatest, 4));
           greatest = fmaxf(greatest, kv_shuffle_xor(greatest, 8));
           greatest = fmaxf(greatest, kv_shuffle_xor(greatest, 16));
@@ -345,12 +371,14 @@ KV_FN void kv_split_by_matrices(Queries queries, const kv_u16* page, int head, i
           largest[i] = greatest;
           shrink = inverse * KV_WEIGHT;
         }
-        kv_u32 weight[HALVES][TILES][2];
-        KV_UNROLL for (int m = 0; m < HALVES; ++m) KV_UNROLL for (int n = 0; n < TILES; ++n)
+        kv_u32 weight[TILE / 16][TILES][2];
+        KV_UNROLL for (int m = 0; m < SCORES; ++m) KV_UNROLL for (int n = 0; n < TILES; ++n)
           KV_UNROLL for (int r = 0; r < 2; ++r) {
             const float by = V::IS_QUANTIZED ? value_scale[2 * m + r][i] * shrink : shrink;
             const float low = score[m][n][2 * r] * by, high = score[m][n][2 * r + 1] * by;
-            weight[m][n][r] = kv_transposed(V_BFLOAT ? kv_pair_of_bfloats(low, high) : kv_pair(low, high));
+            const kv_u32 made = kv_transposed(V_BFLOAT ? kv_pair_of_bfloats(low, high) : kv_pair(low, high));
+            weight[m * 2 / EACH][n][r] = IS_FEW && g >= 4 ? 0 : made;
+            if (IS_FEW) weight[m * 2 + 1][n][r] = g >= 4 ? made : 0;
           }
         KV_UNROLL for (int c = 0; c < V::GROUP_CHUNKS; ++c) KV_UNROLL for (int pair = 0; pair < TILE / 32; ++pair) {
           const int chunk = i * V::GROUP_CHUNKS + c;
@@ -379,10 +407,7 @@ KV_FN void kv_split_by_matrices(Queries queries, const kv_u16* page, int head, i
         }
       }
     }
-    if (IS_LONG) {
-      kv_warp_barrier();
-      kv_begin_live<V, TILE>(v_tile, page, head, begin, any, is_live, lane);
-    }
+    begin_next(2 * step + 1);
   }
 
   // Sums over the lanes; then the warps' results become one in shared memory, in a fixed order.
@@ -394,7 +419,7 @@ KV_FN void kv_split_by_matrices(Queries queries, const kv_u16* page, int head, i
     KV_UNROLL for (int i = 0; i < V::GROUPS; ++i)
       KV_UNROLL for (int mask = 4; mask < 32; mask <<= 1) bias_mix[i][n][c] += kv_shuffle_xor(bias_mix[i][n][c], mask);
     if (g == 0) {
-      const int column = n * 8 + 2 * t + c;
+      const int column = n * 8 + 2 * t + c;  // a few queries' other columns, too
       tops[(warp * COLUMNS + column) * 2] = top[n][c];
       tops[(warp * COLUMNS + column) * 2 + 1] = total[n][c];
     }
@@ -405,7 +430,7 @@ KV_FN void kv_split_by_matrices(Queries queries, const kv_u16* page, int head, i
     float highest = KV_NONE;
     KV_UNROLL for (int w = 0; w < WARPS; ++w) highest = fmaxf(highest, tops[(w * COLUMNS + column) * 2]);
     const float kept = kv_exp2(top[n][c] - highest);
-    if (column < row_count) {
+    if ((IS_FEW ? column % 4 : column) < row_count) {
       KV_UNROLL for (int o = 0; o < OUT; ++o) KV_UNROLL for (int r = 0; r < 2; ++r) {
         const int group = o / (OUT / V::GROUPS);
         int dim;
@@ -432,14 +457,15 @@ KV_FN void kv_split_by_matrices(Queries queries, const kv_u16* page, int head, i
   for (int i = worker; i < row_count * V::DIM; i += WARPS * 32) {
     const int column = i / V::DIM, dim = i % V::DIM;
     float sum = 0;
-    KV_UNROLL for (int w = 0; w < WARPS; ++w) sum += mixes[(w * COLUMNS + column) * (V::DIM + 4) + dim];
+    KV_UNROLL for (int w = 0; w < WARPS; ++w) KV_UNROLL for (int h = 0; h < 3 - EACH; ++h)
+      sum += mixes[(w * COLUMNS + column + 4 * h) * (V::DIM + 4) + dim];
     partial[column * row_stride + dim] = sum;
   }
   if (worker < row_count) {
     float highest = KV_NONE, sum = 0;
     KV_UNROLL for (int w = 0; w < WARPS; ++w) highest = fmaxf(highest, tops[(w * COLUMNS + worker) * 2]);
-    KV_UNROLL for (int w = 0; w < WARPS; ++w)
-      sum += tops[(w * COLUMNS + worker) * 2 + 1] * kv_exp2(tops[(w * COLUMNS + worker) * 2] - highest);
+    KV_UNROLL for (int w = 0; w < WARPS; ++w) KV_UNROLL for (int h = 0; h < 3 - EACH; ++h)
+      sum += tops[(w * COLUMNS + worker + 4 * h) * 2 + 1] * kv_exp2(tops[(w * COLUMNS + worker) * 2] - highest);
     partial[worker * row_stride + V::DIM] = highest;
     partial[worker * row_stride + V::DIM + 1] = sum;
   }
