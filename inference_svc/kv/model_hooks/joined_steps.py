@@ -100,16 +100,23 @@ def _attention_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None)
     is_plain = len(products) == 1 and joint is not None and not any("bias" in self[name] for name in _PROJECTIONS)
     if not (is_plain and isinstance(cache, FusedLayer) and x.ndim == 3 and x.shape[1] == 1 and joint.takes(x)):
         return type(self).unjoined.__call__(self, x, mask, cache)  # type: ignore[no-any-return]
-    queries, keys, values = joint.heads(x, (self.n_heads, self.n_kv_heads, self.n_kv_heads))
+    return self.o_proj(_attended(self, x, mask, cache))  # type: ignore[no-any-return]
+
+
+def _attended(self: Any, x: mx.array, mask: Any, cache: FusedLayer) -> mx.array:
+    """Attention's result for x, before the last projection."""
+    queries, keys, values = _products(self, "q_proj").heads(x, (self.n_heads, self.n_kv_heads, self.n_kv_heads))
     if "q_norm" in self:
         queries, keys = self.q_norm(queries), self.k_norm(keys)
     step = getattr(self, "step", None)
-    attended = None if step is None or mask is not None else step.result(queries, keys, values, cache)
-    if attended is not None:
-        return self.o_proj(attended)  # type: ignore[no-any-return]
-    queries, keys = self.rope(queries, offset=cache.offset), self.rope(keys, offset=cache.offset)
-    cache.update_and_fetch(keys, values)
-    return self.o_proj(cache.attend(queries, self.scale, mask, None, is_flat=True))  # type: ignore[no-any-return]
+    attended: mx.array | None = None
+    if step is not None and mask is None:
+        attended = step.result(queries, keys, values, cache)
+    if attended is None:
+        queries, keys = self.rope(queries, offset=cache.offset), self.rope(keys, offset=cache.offset)
+        cache.update_and_fetch(keys, values)
+        attended = cache.attend(queries, self.scale, mask, None, is_flat=True)
+    return attended
 
 
 def _is_llamas(block: Any) -> bool:
@@ -128,6 +135,9 @@ def _block_call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> 
         made: mx.array | None = whole.result(x, cache)
         if made is not None:
             return made
+        if whole.has_result_behind(x, cache):
+            attended = _attended(self.self_attn, self.input_layernorm(x), None, cache)
+            return whole.result_behind(attended, x)  # type: ignore[no-any-return]
     attended = self.self_attn(self.input_layernorm(x), mask, cache)
     h = _sum(x, attended, _products(self.self_attn, "o_proj"))
     return _sum(h, self.mlp(self.post_attention_layernorm(h)), _products(self.mlp, "down_proj"))

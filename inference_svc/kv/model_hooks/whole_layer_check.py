@@ -11,8 +11,10 @@ from inference_svc.kv.attention.reference import Scoring, reference_attention
 from inference_svc.kv.batch.fused_layer import StepPages
 from inference_svc.kv.model_hooks.whole_layers import (
     MAX_ROWS,
+    MAX_ROWS_BEHIND,
     LayerWeights,
     Matrix,
+    behind_attention,
     multiprocessors,
     new_counters,
     whole_layer,
@@ -44,14 +46,19 @@ def differences(*, is_packed: bool = True) -> Iterator[str]:
         yield "layers differ from the reference"
     if not (mx.mean(pages != expected) <= _OTHER_UNITS).item():
         yield "layers write other rows than the reference"
+    if is_packed:
+        return
+    x, attended = (
+        _random(MAX_ROWS_BEHIND, 1, _HIDDEN, seed=10),
+        _random(MAX_ROWS_BEHIND, 1, _HEADS * _ROWS.dim, seed=11),
+    )
+    found = behind_attention(attended, x, weights, multiprocessors())
+    right = _behind_attention(attended, x, weights)
+    if not (mx.abs(found - right).max() <= _TOLERANCE * mx.abs(right).max()).item():
+        yield "what is behind attention differs from the reference"
 
 
 def _layer_by_steps(x: mx.array, weights: LayerWeights, step: StepPages) -> mx.array:
-    values = [_values(each) for each in weights.matrices]
-
-    def product(given: mx.array, number: int) -> mx.array:
-        return (given.astype(mx.float32) @ values[number].T).astype(mx.bfloat16)
-
     def turned(given: mx.array) -> mx.array:
         cut, freqs = given.reshape(x.shape[0], -1, 1, _ROWS.dim), 1 / weights.frequencies
         turning = {"traditional": False, "base": None, "scale": 1.0, "offset": step.places, "freqs": freqs}
@@ -59,14 +66,24 @@ def _layer_by_steps(x: mx.array, weights: LayerWeights, step: StepPages) -> mx.a
         return made
 
     normed = mx.fast.rms_norm(x, weights.norms[0], _EPSILON)
-    queries, keys, new = turned(product(normed, 0)), turned(product(normed, 1)), product(normed, 2)
+    queries, keys, new = (_product(normed, each) for each in weights.matrices[:3])
+    queries, keys = turned(queries), turned(keys)
     stored = append_rows(keys, new.reshape(keys.shape), step, step.places, Dialect.CUDA)
     attended = reference_attention(queries, step, stored, Scoring(_ROWS.dim**-0.5))
-    h = x + product(attended.reshape(x.shape[0], 1, -1), 3)
+    return _behind_attention(attended.reshape(x.shape[0], 1, -1), x, weights)
+
+
+def _behind_attention(attended: mx.array, x: mx.array, weights: LayerWeights) -> mx.array:
+    o, gate, up, down = weights.matrices[3:]
+    h = x + _product(attended, o)
     normed = mx.fast.rms_norm(h, weights.norms[1], _EPSILON)
-    gate = product(normed, 4).astype(mx.float32)
-    opened = gate * mx.sigmoid(gate) * product(normed, 5)
-    return h + product(opened.astype(mx.bfloat16), 6)
+    opening = _product(normed, gate).astype(mx.float32)
+    opened = opening * mx.sigmoid(opening) * _product(normed, up)
+    return h + _product(opened.astype(mx.bfloat16), down)
+
+
+def _product(given: mx.array, matrix: Matrix) -> mx.array:
+    return (given.astype(mx.float32) @ _values(matrix).T).astype(mx.bfloat16)
 
 
 def _values(matrix: Matrix) -> mx.array:

@@ -2,6 +2,7 @@
 
 Launches cost the processor, and a GPU waits between them. Here each multiprocessor has one block, which goes through
 the steps of a layer, brings weights of the next step while it waits for the others, and waits for them five times.
+Of 9 to 16 rows with weights of 16 bits it does so behind attention, which is faster with more blocks.
 """
 
 import ctypes
@@ -22,7 +23,7 @@ from mlx_lm.models.rope_utils import Llama3RoPE
 
 from inference_svc.kv.attention.fused import COMPILERS, Compiler, compiled, cuda_compiler, lone_cuda_compiler
 from inference_svc.kv.attention.geometry import LANES, PARTIAL_EXTRA, SplitGeometry, format_template
-from inference_svc.kv.attention.kernels import Dialect, layer_source
+from inference_svc.kv.attention.kernels import Dialect, behind_source, layer_source
 from inference_svc.kv.batch.fused_layer import FusedLayer, StepPages
 from inference_svc.kv.model_hooks.few_rows import most_shared_bytes
 from inference_svc.kv.page import PageFormat
@@ -35,6 +36,11 @@ _SHARED_BYTES, _ATTENTION_BYTES = 224 << 10, 96 << 10
 _LEAST_STAGES, _MOST_STAGES = 4, 24
 _GROUPS = (32, 64, 128)
 _MOST_OF_VALUES = 4096  # hidden ones, of several rows
+# Behind attention: warps, stages that are on their way at once, a stage's bytes of a warp, and values of a row that
+# four warps norm.
+MAX_ROWS_BEHIND = 16
+_WARPS_BEHIND, _STAGES_BEHIND, _STAGE_BYTES, _MOST_NORMED = 16, 5, 2048, 8192
+_BYTES_BEHIND = _WARPS_BEHIND * (_STAGES_BEHIND * _STAGE_BYTES + MAX_ROWS_BEHIND * _SUM_STRIDE * 4)
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _OPENED = ("gate_proj", "up_proj", "down_proj")
 _DRIVER = "libcuda.so.1"
@@ -92,6 +98,29 @@ def whole_layer(
         output_dtypes=[x.dtype, mx.float32],
     )
     return out
+
+
+def behind_attention(
+    attended: mx.array, x: mx.array, weights: LayerWeights, blocks: int, compiler: Compiler | None = None
+) -> mx.array:
+    """The layer's result for its x [slots, 1, hidden] and attention's result [slots, 1, width]."""
+    slots, _, hidden = x.shape
+    matrices, made_by = [each[0] for each in weights.matrices[3:]], compiler or COMPILERS[Dialect.CUDA]
+    made_by = lone_cuda_compiler if made_by is cuda_compiler else made_by
+    inner, warps = matrices[1].shape[0], _WARPS_BEHIND
+    shapes = [x.shape, x.shape, x.shape, (slots, 1, inner)]
+    return compiled(made_by, behind_source(), _BYTES_BEHIND)(
+        inputs=[attended, x, weights.norms[1], *matrices, weights.settings, weights.counters],
+        template=[
+            *(("T", x.dtype), ("IS_BFLOAT", x.dtype == mx.bfloat16), ("HIDDEN", hidden), ("INNER", inner)),
+            *(("WIDTH", attended.shape[2]), ("TILES", MAX_ROWS_BEHIND // 8)),
+            *(("WARPS", warps), ("STAGES", _STAGES_BEHIND)),
+        ],
+        grid=(blocks * warps * LANES, 1, 1),
+        threadgroup=(warps * LANES, 1, 1),
+        output_shapes=shapes,
+        output_dtypes=[x.dtype] * len(shapes),
+    )[0]
 
 
 def group_of(matrix: Matrix, depth: int) -> int:
@@ -202,7 +231,25 @@ class WholeLayer:
             return None
         if why_not(self.sizes, x.shape[0], step.format, x.dtype):
             return None
-        weights = LayerWeights(
+        return whole_layer(x, self._weights, step, multiprocessors())
+
+    def has_result_behind(self, x: mx.array, cache: FusedLayer) -> bool:
+        """Whether `result_behind` computes for x [slots, 1, hidden]. Where other passes are in the graph, their blocks
+        and its own could wait for each other's multiprocessors for ever.
+        """
+        sizes, depths = self.sizes, (self.sizes.hidden, self.sizes.inner, self._layers[3].weight.shape[1])
+        suits = sizes.hidden <= _MOST_NORMED and not any(depth % (_EACH * _WARPS_BEHIND) for depth in depths)
+        is_few = MAX_ROWS < x.shape[0] <= MAX_ROWS_BEHIND
+        suits = suits and not sizes.group and x.dtype == self._norms[0].weight.dtype
+        return is_few and suits and cache.step_pages() is not None
+
+    def result_behind(self, attended: mx.array, x: mx.array) -> mx.array:
+        """The block's result for x and attention's [slots, 1, width]."""
+        return behind_attention(attended, x, self._weights, multiprocessors())
+
+    @property
+    def _weights(self) -> LayerWeights:
+        return LayerWeights(
             (self._norms[0].weight, self._norms[1].weight),
             tuple(map(_matrix, self._layers)),
             self._frequencies,
@@ -210,7 +257,6 @@ class WholeLayer:
             self._counters,
             self.sizes.heads,
         )
-        return whole_layer(x, weights, step, multiprocessors())
 
 
 def kinds_of(model: Module) -> list[bool]:

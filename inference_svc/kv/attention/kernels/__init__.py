@@ -249,6 +249,15 @@ def layer_source(*, is_packed: bool) -> KernelSource:
     return _source(Dialect.CUDA, "layer", header, inputs, ("out", "scratch"), written_inputs=written, lists=lists)
 
 
+@cache
+def behind_source() -> KernelSource:
+    """What a layer of 16-bit weights computes behind its attention, of CUDA alone."""
+    parts = CUDA_INSTRUCTIONS, "few_rows.h", "rows.h", "quantize.h", "layer.h", "values_pass.h", "behind.h"
+    inputs = ("attended", "x", "norm", "w_o", "w_gate", "w_up", "w_down", "settings", "counters")
+    outputs, header = ("out", "h", "normed", "opened"), _header(Dialect.CUDA, *parts)
+    return _source(Dialect.CUDA, "behind", header, inputs, outputs, written_inputs=("counters",))
+
+
 _LAYER_REST = ("frequencies", "pages", "block_table", "places", "settings", "counters")
 
 

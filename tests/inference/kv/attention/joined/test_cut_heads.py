@@ -49,9 +49,7 @@ def normed(model: Any) -> Any:
     return model
 
 
-def batch_over_pages(
-    model: Any, sequences: int, monkeypatch: pytest.MonkeyPatch, *, has_window_kernel: bool = False
-) -> DecodeBatch:
+def batch_over_pages(model: Any, sequences: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> DecodeBatch:
     """Of so many new sequences, whose step is no kept graph: an emulated kernel has no place in one."""
     for mlx_lm_module in (llama, qwen3, gemma3_text):
         monkeypatch.setattr(mlx_lm_module, "scaled_dot_product_attention", attention_hook.attention)
@@ -60,9 +58,7 @@ def batch_over_pages(
     layout = shown_layout(model)
     identity = identity_pb2.KvIdentity(layers=layout.entries, policy=policy_of(Rung.Q4, "bfloat16"))
     pool = KvPool(identity, 1 << 20, is_allocated=True, dialect=Dialect.CUDA)
-    batch = DecodeBatch(
-        pool, lambda tokens, layers: layout.forward(model, tokens, layers), 0, has_window_kernel=has_window_kernel
-    )
+    batch = DecodeBatch(pool, lambda tokens, layers: layout.forward(model, tokens, layers), 0, **options)
     for _ in range(sequences):
         batch.join(SequenceKV(pool))
     return batch
