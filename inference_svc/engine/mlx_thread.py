@@ -42,9 +42,13 @@ class Letter(Generic[WorkerT, ResultT]):
             try:
                 self.result.set_result(self.work(worker))
             except Exception as error:  # noqa: BLE001 - the sender gets it
+                has_lost = is_lost(error)
+                if isinstance(error, RuntimeError) and not has_lost:
+                    with contextlib.suppress(RuntimeError):  # a device that is lost by now fails the next step, too
+                        mx.synchronize()  # see `DeviceWatch.pass_failed`
                 forget_frames(error)
                 self.result.set_exception(error)
-                return error if is_lost(error) else None
+                return error if has_lost else None
         return None
 
 

@@ -254,6 +254,26 @@ def test_a_device_that_is_lost_beside_turns_ends_them_and_the_engine(
     engine.close()
 
 
+@pytest.mark.parametrize("is_when_idle", [False, True])
+def test_work_between_steps_that_fails_is_over_before_its_arrays_go(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_when_idle: bool
+) -> None:
+    """As a graph of a long step, which a start makes beside turns, or a copy of a memory."""
+    seen = _Seen(monkeypatch)
+    with driver_with_room_for(4096, model_dir, tmp_path) as driver:
+        engine = driver.engine
+
+        def fail(*_given: Any) -> None:
+            seen.fail(NO_MEMORY)
+
+        monkeypatch.setattr(engine._worker, "keep_graph", fail)
+        asked = engine.memories._when_idle(driver.key(), fail) if is_when_idle else engine.keep_graph(48, 0)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            asked.result(30)
+        assert seen.alive[:1] == [True]
+        driver.turn(tokens_of(20))
+
+
 @pytest.mark.cpu_only("it plays a card, and other engines of a GPU's tests take memory meanwhile")
 def test_mlx_counts_on_what_a_card_has_free_and_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     before = mx.set_memory_limit(1 << 40)
