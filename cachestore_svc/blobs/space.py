@@ -4,6 +4,7 @@ a restart removes parts. So stores that share a catalog exceed a quota together 
 """
 
 import contextlib
+import errno
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -95,7 +96,8 @@ class Space:
         try:
             self._disk.try_file(self._config.data_dir)
         except OSError as error:
-            return "" if is_no_room(error) else error.strerror or str(error)
+            is_of_disk = not is_no_room(error) and error.errno not in (errno.EMFILE, errno.ENFILE)
+            return (error.strerror or str(error)) if is_of_disk else ""
         return ""
 
     def _kept_bytes(self) -> int:

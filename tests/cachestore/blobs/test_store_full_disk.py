@@ -20,11 +20,14 @@ from tests.made_models.synthetic import SMALL, SyntheticAgent
 MIB = 1 << 20
 
 
-class ReadOnlyDisk(Disk):
-    """As Linux leaves one behind an error."""
+class FilelessDisk(Disk):
+    """No file can begin, as on one that Linux made read-only behind an error."""
+
+    def __init__(self, error: int) -> None:
+        self._error = error
 
     def try_file(self, path: Path) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        raise OSError(self._error, os.strerror(self._error))
 
 
 class RefusingDisk(Disk):
@@ -315,7 +318,11 @@ def test_a_deletion_that_the_ballast_makes_room_for_waits_for_no_lease_that_has_
         assert disk.effects > refuse_at
 
 
-@pytest.mark.parametrize(("disk", "reasons"), [(Disk(), []), (ReadOnlyDisk(), ["DISK_FAILED"])], ids=["well", "failed"])
+@pytest.mark.parametrize(
+    ("disk", "reasons"),
+    [(Disk(), []), (FilelessDisk(errno.EROFS), ["DISK_FAILED"]), (FilelessDisk(errno.EMFILE), [])],
+    ids=["well", "failed", "no descriptor free"],
+)
 def test_a_disk_that_takes_no_file_is_a_problem_of_the_store(disk: Disk, reasons: list[str], tmp_path: Path) -> None:
     with Lab(tmp_path / "data").open(disk=disk) as store:
         assert [each.reason for each in store.statistics.ailments()] == reasons
