@@ -18,13 +18,34 @@ def keep_compiled_code_private() -> None:
     """
     if sys.platform != "linux" or _GPU.exists():
         return
-    beside = Path(tempfile.gettempdir(), f"kvasir-{os.getuid()}-mlx")  # the call: that folder stays, for our own files
-    for folder in filter(None, (kept_folder("mlx"), beside)):
-        with suppress(OSError):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            disk = os.statvfs(folder)
-            has_room = disk.f_bavail * disk.f_frsize >= _ROOM_BYTES
-            is_own = is_this_users(folder) and not folder.is_symlink()  # others could lead a link elsewhere
-            if is_own and has_room and not disk.f_flag & os.ST_NOEXEC:
-                os.environ["TMPDIR"] = str(folder)
-                return
+    beside = tempfile.gettempdir()  # which stays so, for our own files
+    with suppress(OSError):
+        if _is_place(kept := kept_folder("mlx")):
+            os.environ["TMPDIR"] = str(kept)
+            return
+    with suppress(OSError):
+        if _is_place(folder := _folder_in(beside)):
+            os.environ["TMPDIR"] = str(folder)
+
+
+def _folder_in(place: str) -> Path:
+    """The same at each start, unless another user was the first to take its name."""
+    named = Path(place, f"kvasir-{os.getuid()}-mlx")
+    with suppress(OSError):
+        named.mkdir(mode=0o700, exist_ok=True)
+    return named if _is_own(named) else Path(tempfile.mkdtemp(prefix="kvasir-mlx-", dir=place))
+
+
+def _is_own(folder: Path) -> bool:
+    with suppress(OSError):
+        return is_this_users(folder) and not folder.is_symlink()  # others could lead a link elsewhere
+    return False
+
+
+def _is_place(folder: Path | None) -> bool:
+    if folder is None:
+        return False
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    disk = os.statvfs(folder)
+    has_room = disk.f_bavail * disk.f_frsize >= _ROOM_BYTES
+    return _is_own(folder) and has_room and not disk.f_flag & os.ST_NOEXEC

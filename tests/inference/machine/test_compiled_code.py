@@ -57,12 +57,17 @@ def test_compiled_code_is_neither_kept_nor_found_among_other_users_files(home_is
     assert beside.exists() == (home_is != "private")
 
 
-def test_a_link_is_no_place_for_compiled_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its maker could lead it to a folder of another user later, from which programs would be run."""
+@pytest.mark.parametrize("leads_to", ["own", "nothing"])
+def test_a_name_that_another_user_took_is_no_place_for_compiled_code(
+    leads_to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The maker of a link could lead it to a folder of another user later, from which programs would be run."""
     (tmp_path / "own").mkdir(mode=0o700)
-    (tmp_path / f"kvasir-{os.getuid()}-mlx").symlink_to(tmp_path / "own")
+    (tmp_path / f"kvasir-{os.getuid()}-mlx").symlink_to(tmp_path / leads_to)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(compiled_code, "kept_folder", lambda _: None)
     compiled_code.keep_compiled_code_private()
-    assert os.environ["TMPDIR"] == str(tmp_path)
+    found = Path(os.environ["TMPDIR"])
+    assert found.parent == tmp_path
+    assert (found.name.startswith("kvasir-mlx-"), found.stat().st_mode & 0o777) == (True, 0o700)
