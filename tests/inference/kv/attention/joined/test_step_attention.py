@@ -14,7 +14,7 @@ from inference_svc.kv.attention.fused import COMPILERS
 from inference_svc.kv.attention.in_place import append_rows
 from inference_svc.kv.attention.kernels import Dialect, KernelSource, attend_source, results_source
 from inference_svc.kv.attention.paged import paged_attention
-from inference_svc.kv.attention.reference import Scoring
+from inference_svc.kv.attention.reference import Scoring, reference_attention
 from inference_svc.kv.batch.fused_layer import StepPages
 from inference_svc.kv.model_hooks import step_attention as steps
 from inference_svc.kv.model_hooks.few_rows import MAX_ROWS
@@ -61,14 +61,15 @@ def step_of(
     return NewTokens(scene.queries, keys, values), step, rotation, scene.scale
 
 
-def apart(new: NewTokens, step: StepPages, rotation: Rotation, scale: float) -> mx.array:
+def turned(given: mx.array, step: StepPages, rotation: Rotation) -> mx.array:
     angles = step.places[:, None, None, None] * rotation.frequencies
-    turned = []
-    for each in (new.queries, new.keys):
-        left, right = mx.split(each.astype(mx.float32), 2, axis=-1)
-        parts = [left * mx.cos(angles) - right * mx.sin(angles), left * mx.sin(angles) + right * mx.cos(angles)]
-        turned.append(mx.concatenate(parts, axis=-1).astype(each.dtype))
-    queries, keys = turned
+    left, right = mx.split(given.astype(mx.float32), 2, axis=-1)
+    parts = [left * mx.cos(angles) - right * mx.sin(angles), left * mx.sin(angles) + right * mx.cos(angles)]
+    return mx.concatenate(parts, axis=-1).astype(given.dtype)
+
+
+def apart(new: NewTokens, step: StepPages, rotation: Rotation, scale: float) -> mx.array:
+    queries, keys = (turned(each, step, rotation) for each in (new.queries, new.keys))
     stored = append_rows(keys, new.values, step, step.places, Dialect.CUDA)
     return paged_attention(queries, step, stored, Scoring(scale), Dialect.CUDA, is_flat=True)
 
@@ -87,10 +88,16 @@ def are_same(found: mx.array, right: mx.array) -> bool:
     return bool((away <= 0.01 * mx.linalg.norm(right.astype(mx.float32))).item())
 
 
-def are_neighbours(found: mx.array, right: mx.array) -> bool:
-    """Row by row within a unit of bfloat16's last place: sums in another order are rounded to a number or the next."""
-    away = mx.linalg.norm(found.astype(mx.float32) - right.astype(mx.float32), axis=-1)
-    return bool((away <= 2**-8 * mx.linalg.norm(right.astype(mx.float32), axis=-1)).all().item())
+def are_as_near(
+    found: mx.array, right: mx.array, new: NewTokens, stored: StepPages, rotation: Rotation, scale: float
+) -> bool:
+    """Whether each row is as near to the same attention in fp32, over pages with the new rows, as that of kernels one
+    by one: sums in another order are rounded to a number or the next, which takes or gives a twentieth of 0.2 %.
+    """
+    queries = turned(new.queries, stored, rotation).astype(mx.float32)
+    exact = reference_attention(queries, stored, stored.places + 1, Scoring(scale)).reshape(right.shape)
+    mine, others = (mx.linalg.norm(each.astype(mx.float32) - exact, axis=-1) for each in (found, right))
+    return bool((mine <= 1.25 * others).all().item())
 
 
 @pytest.mark.long(8)
@@ -148,7 +155,7 @@ def test_a_block_goes_through_several_pages(
         mine = copied(step)
         found = step_attention(new, mine, rotation, scale, is_whole=is_whole, compiler=compiler)
         mx.eval(found)
-        assert are_neighbours(found, right)
+        assert are_as_near(found, right, new, other, rotation, scale)
         assert are_same(mine.pages, other.pages)
     part = NewTokens(new.queries[2:3], new.keys[2:3], new.values[2:3])
     alone = replace(copied(step), block_table=step.block_table[2:3], places=step.places[2:3])
@@ -193,7 +200,8 @@ def test_tokens_tried_ahead_see_those_before_them_in_the_same_step(
     mx.eval(right)
     found = step_attention(new, mine, rotation, scale, is_whole=shape != "in three")
     mx.eval(found)
-    assert are_neighbours(found, right) if shape == "some" else are_same(found, right)
+    is_near = are_as_near(found, right, new, other, rotation, scale)
+    assert is_near if shape == "some" else are_same(found, right)
     assert are_same(mine.pages, other.pages)
 
 
