@@ -187,7 +187,7 @@ class Catalog:
 
     def _write(self, connection: Any, operations: list[Operation], more: Iterable[Operation] = ()) -> None:
         """Commit operations, and as many more as come, together; answer all of them. By each kind of catalog."""
-        raise NotImplementedError
+        raise NotImplementedError  # no ABC: of the others a kind overrides what its database needs, and most do nothing
 
     def _in_savepoint(
         self, connection: Connection, operation: Operation, *ends_all: type[Exception]

@@ -6,6 +6,7 @@ never.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ _MOST_STEPS = 200_000
 
 
 @dataclass(frozen=True)
-class Act:
+class Act(ABC):
     """One call about an agent. `ended`: when its answer came; infinite where none did."""
 
     began: float
@@ -28,9 +29,9 @@ class Act:
         """Whether it may have had no effect."""
         return math.isinf(self.ended)
 
+    @abstractmethod
     def after(self, versions: Versions) -> Iterator[Versions]:
         """The versions behind it, if it may take effect on these. By each kind of act."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
