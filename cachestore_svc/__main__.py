@@ -69,6 +69,7 @@ from cachestore_svc.sealing.sealed_list import add_to_list
 from cachestore_svc.store.aio_store import AioStore
 from cachestore_svc.store.background_scrub import BackgroundScrub
 from cachestore_svc.store.jobs import while_ours
+from cachestore_svc.store.reading_ahead import ReadingAhead
 from cachestore_svc.store.store import Store
 from cachestore_svc.store.threads import StoreThreads
 from cachestore_svc.upkeep.expiring import ClockReading
@@ -195,6 +196,8 @@ async def serve(settings: StoreSettings) -> None:
             print(f"listening on {edge.address}", flush=True)
         _LOG.info("store.started", address=edge.address, ms=round((time.monotonic() - began) * 1000))
         parts.running(_report_syncs(settings.data_dir))
+        if not store.blobs.are_far:
+            parts.running(ReadingAhead(served, settings.read_ahead_bytes).run())
         works: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
             "collection": lambda: collect_regularly(store, threads, settings.gc_interval_s),
             "claims": services.claims.run,

@@ -42,6 +42,7 @@ class CatalogView(Rows):
     named_after = versions.named_after
     is_held = versions.is_held
     held_manifests = versions.held_manifests
+    used_last = versions.used_last
     names_others = versions.names_others
 
     count_unheld = garbage.count_unheld

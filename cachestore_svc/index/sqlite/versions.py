@@ -303,6 +303,20 @@ def is_held(rows: Rows, manifest: Digest) -> bool:
     return rows.one(held, hash=manifest.hash, size_bytes=manifest.size_bytes) is not None
 
 
+def used_last(rows: Rows, count: int) -> list[tuple[int, Digest, int]]:
+    """The newest version of each line, last used first: when it was, its manifest, and the bytes of all its blobs."""
+    found = rows.all(
+        """SELECT lines.used_unix_ms, blobs.hash, blobs.size_bytes, manifests.total_bytes FROM agents
+            JOIN lines ON lines.agent_id = agents.id
+            JOIN versions ON versions.line_id = lines.id AND versions.version =
+                (SELECT MAX(version) FROM versions AS other WHERE other.line_id = lines.id)
+            JOIN manifests ON manifests.blob_id = versions.manifest_id JOIN blobs ON blobs.id = manifests.blob_id
+            WHERE agents.namespace_id = :namespace ORDER BY lines.used_unix_ms DESC, lines.id DESC LIMIT :count""",
+        count=count,
+    )
+    return [(used_unix_ms, Digest(hash_, size), total) for used_unix_ms, hash_, size, total in found]
+
+
 def held_manifests(rows: Rows) -> list[Digest]:
     """Manifests that some version is, those in quarantine left out."""
     return rows.digests(

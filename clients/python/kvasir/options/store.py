@@ -178,6 +178,13 @@ class StoreLimits(Table):
         least=0,
     )
     scrub_every_s: float = option(7 * 86_400.0, "The pause between two such passes.", above=0)
+    read_ahead_bytes: int | None = option(
+        None,
+        "How much the store reads behind its start of the memories that were used last, so that their first turns do "
+        "not wait for the disk: the system keeps it as long as nobody else needs the room. 0: nothing. Default: an "
+        "eighth of the machine's memory.",
+        least=0,
+    )
     gc_interval_s: float = option(600.0, "The time between two garbage collections.", above=0)
     read_buffer_bytes: int = option(
         128 * MIB, "The most bytes that may wait to be sent to all readers together.", least=1

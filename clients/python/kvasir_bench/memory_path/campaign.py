@@ -125,6 +125,7 @@ def _kill_both(services: MeasuredServices) -> dict[str, Any]:
     files = services.files()
     machine.drop_cached(files)
     left = machine.cached_share(files)
+    machine.drop_cached(files)
     return {"cached_share": round(left, 4), **services.start()}
 
 

@@ -29,13 +29,14 @@ _PICTURES = {
 }
 KEYS = """Names in the JSON stay. `agents` has each agent's turns as their caller saw them: `cold`, three `short` ones,
 `hot`, and the same question `from_ram` (the model was loaded again, the store's files are in the page cache),
-`engine_killed` (kill -9) and `both_killed` (the page cache was dropped; `ready.both_killed.cached_share` is what the
-system kept all the same); `is_exact`: the reply is that of the hot agent, token for token. `stored_s` counts from the
-request, None: never. `rows` are medians by length; `publish_per_s` counts from the last token until the store has the
-memory, `whole_per_s` from the request. `machine` and `device` are bytes per second; `read_dropped` is without the page
-cache, and `both_killed_of_disk` is the first token's time in units of that of reading the memory so. The slower of
-reading and BLAKE3 bounds a restore: `limit_of_cold` is what it takes alone, as a share of cold, and
-`engine_killed_of_limit` and `both_killed_of_limit` are first tokens in its units, each with its page cache."""
+`engine_killed` (kill -9) and `both_killed` (the page cache was dropped before they started again, when the store reads
+ahead; `ready.both_killed.cached_share` is the share that the system kept); `is_exact`: the reply is that of the hot
+agent, token for token. `stored_s` counts from the request, None: never. `rows` are medians by length; `publish_per_s`
+counts from the last token until the store has the memory, `whole_per_s` from the request. `machine` and `device` are
+bytes per second; `read_dropped` is without the page cache, and `both_killed_of_disk` is the first token's time in units
+of that of reading the memory so. The slower of reading and BLAKE3 bounds a restore: `limit_of_cold` is what it takes
+alone, as a share of cold, and `engine_killed_of_limit` and `both_killed_of_limit` are first tokens in its units, each
+with its page cache."""
 
 
 def complete(results: dict[str, Any]) -> dict[str, Any]:

@@ -37,6 +37,11 @@ class MeasuredServices:
         self._plan = plan
         self._processes = OwnProcesses()
 
+    def read_nothing_ahead(self) -> None:
+        """From the store's next start on its files come from the disk when an engine wants them."""
+        store = replace(self._plan.store, options={**self._plan.store.options, "read_ahead_bytes": 0})
+        self._plan = replace(self._plan, store=store)
+
     def start(self) -> dict[str, Any]:
         """Start what does not run. Seconds until each was ready, and what the engine logs of its start."""
         services = [self._plan.store.service(), self._plan.engine.service()]

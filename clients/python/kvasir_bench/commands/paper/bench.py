@@ -67,6 +67,7 @@ class Bench:
         room = max(_LEAST_GIB, _ROOM * of_one / _GIB)
         made = measured_services(self.home, http=http, model=self.model, memory_gib=room, played=())
         services = self.started.enter_context(made)
+        services.read_nothing_ahead()
         self.say("starting the services")
         services.start()
         return services

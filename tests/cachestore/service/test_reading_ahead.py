@@ -1,0 +1,137 @@
+"""Behind a start a store reads the memories that were used last, as far as they fit; a missing blob ends nothing."""
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kvasir_bench.memory_path.machine import cached_share, drop_cached
+
+from cachestore_svc.blobs.disk import Disk, StrPath
+from cachestore_svc.store.aio_store import AioStore
+from cachestore_svc.store.reading_ahead import ReadingAhead
+from cachestore_svc.store.store import Store
+from cachestore_svc.store.threads import StoreThreads
+from tests.cachestore.core.lab import Lab, publish
+from tests.cachestore.service.running import StoreHome, store_home
+from tests.cachestore.service.running import publish as publish_over_grpc
+from tests.made_models.synthetic import SMALL, SyntheticAgent, SyntheticSnapshot
+
+MEMORIES = {
+    name: SyntheticAgent(SMALL, seed).turn(600, is_prompt=True) for seed, name in enumerate(("ada", "bob", "eve"))
+}
+
+
+class SeenDisk(Disk):
+    """The names of blobs that are read, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read_names: list[str] = []
+
+    def read(self, path: StrPath, max_bytes: int) -> memoryview:
+        if "/blobs/" in str(path):
+            self.read_names.append(Path(path).name)
+        return super().read(path, max_bytes)
+
+
+def size_of(memory: SyntheticSnapshot) -> int:
+    return len(memory.manifest_bytes) + sum(digest.size_bytes for digest in memory.digests)
+
+
+def names_of(memory: SyntheticSnapshot) -> list[str]:
+    return [digest.hash for digest in (memory.manifest_digest, *memory.digests)]
+
+
+def fill(lab: Lab, *namespaces: str) -> None:
+    """A memory in each of these namespaces in turn, each used a minute after the one before."""
+    with lab.open() as store:
+        for (name, memory), namespace in zip(MEMORIES.items(), namespaces, strict=True):
+            publish(store, name, memory, 0, namespace)
+            lab.clock.pass_s(60)
+
+
+def read_ahead(store: Store, most_bytes: int | None) -> None:
+    threads = StoreThreads()
+    try:
+        asyncio.run(ReadingAhead(AioStore(store, threads), most_bytes).run())
+    finally:
+        threads.close()
+
+
+def test_memories_used_last_are_read_first_as_far_as_they_fit(tmp_path: Path) -> None:
+    lab, disk = Lab(tmp_path), SeenDisk()
+    fill(lab, "a", "b", "a")
+    with lab.open(disk) as store:
+        store.snapshots.get("a", "ada")  # used again
+        store.care.used_last()
+        disk.read_names.clear()
+        read_ahead(store, size_of(MEMORIES["ada"]) + size_of(MEMORIES["eve"]))
+    assert sorted(disk.read_names) == sorted([*names_of(MEMORIES["ada"]), *names_of(MEMORIES["eve"])])
+    assert set(disk.read_names[:2]) <= set(names_of(MEMORIES["ada"]))
+
+
+def test_a_blob_that_many_share_is_read_once_and_nothing_when_nothing_may_be(tmp_path: Path) -> None:
+    lab, disk = Lab(tmp_path), SeenDisk()
+    fill(lab, "a", "a", "a")
+    with lab.open(disk) as store:
+        publish(store, "twin", MEMORIES["eve"], 0, "a")
+        disk.read_names.clear()
+        read_ahead(store, 0)
+        assert not disk.read_names
+        read_ahead(store, None)
+    assert sorted(disk.read_names) == sorted(name for memory in MEMORIES.values() for name in names_of(memory))
+
+
+def test_lost_and_longer_blobs_end_nothing_and_are_no_damage_yet(tmp_path: Path) -> None:
+    lab, disk = Lab(tmp_path), SeenDisk()
+    fill(lab, "a", "a", "a")
+    lost, longer = MEMORIES["eve"].digests[:2]
+    with lab.open(disk) as store:
+        lab.file_of(lost, "a").unlink()
+        with lab.file_of(longer, "a").open("ab") as file:
+            file.write(b"more")
+        disk.read_names.clear()
+        read_ahead(store, None)
+        assert set(names_of(MEMORIES["ada"])) <= set(disk.read_names)
+        assert not list(store.care.known_damage())
+
+
+def test_sealed_memories_are_read_as_they_lie_and_not_without_their_key(tmp_path: Path) -> None:
+    lab, disk = Lab(tmp_path).seal("a"), SeenDisk()
+    fill(lab, "a", "b", "a")
+    sealed = [lab.file_of(digest, "a").name for digest in MEMORIES["eve"].digests]
+    for masters, are_read in ((lab.masters, True), ((), False)):
+        lab.masters = masters
+        with lab.open(disk) as store:
+            disk.read_names.clear()
+            read_ahead(store, None)
+        assert set(names_of(MEMORIES["bob"])) <= set(disk.read_names)
+        assert set(sealed) <= set(disk.read_names) if are_read else not set(sealed) & set(disk.read_names)
+
+
+@pytest.fixture
+def home_on_disk() -> Iterator[StoreHome]:
+    with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as root, store_home(Path(root) / "h") as home:
+        yield home
+
+
+def test_a_store_that_starts_has_its_memories_in_the_page_cache(home_on_disk: StoreHome) -> None:
+    home, memory = home_on_disk, MEMORIES["ada"]
+    with home.start().client() as client:
+        publish_over_grpc(client, "ada", memory, 0)
+    home.started[-1].stop()
+    files = [path for path in home.data_dir.rglob("*") if path.name in names_of(memory)]
+    for options, is_cached in ((("--read-ahead-bytes", "0"), False), ((), True)):
+        drop_cached(files)
+        if cached_share(files) > 0.1:
+            pytest.skip("this file system keeps files that it should forget")
+        drop_cached(files)  # to look at a page has the system read it
+        store = home.start(*options)
+        give_up = time.monotonic() + 30
+        while "read_ahead.done" not in store.log and time.monotonic() < give_up:
+            time.sleep(0.02)
+        assert (cached_share(files) > 0.9) is is_cached, store.log
+        assert store.stop() == 0
