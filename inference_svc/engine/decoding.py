@@ -19,7 +19,7 @@ from inference_svc.engine.drafting.drafter import Drafter, Drafts
 from inference_svc.engine.sampling import Drawn, Draws, Sampler
 from inference_svc.engine.sequence import Sequence
 from inference_svc.kv.batch.decode_batch import DecodeBatch
-from inference_svc.kv.host_numbers import HostNumbers
+from inference_svc.kv.host_numbers import HostNumbers, carried_over
 from inference_svc.kv.sequence_kv import SequenceKV
 
 _MOST_READ_APART = 64  # rows of a step: two of them cost a kernel and a read, all one page; measured up to here
@@ -192,7 +192,4 @@ def _inputs(
         )
     if tuple(order) == pending.order and not any(token is not None for token in known):
         return pending.draws.tokens
-    spare = [0] * (-len(order) % (1 << (len(order) - 1).bit_length()))  # few lengths, whose arrays are used again
-    drawn = pending.draws.tokens[numbers.of([pending.slots.get(sequence, 0) for sequence in order] + spare)]
-    given = numbers.of([-1 if token is None else token for token in known] + spare)
-    return mx.where(given < 0, drawn, given.astype(mx.uint32))[: len(order)]
+    return carried_over(pending.draws.tokens, [pending.slots.get(sequence, 0) for sequence in order], known, numbers)

@@ -7,6 +7,7 @@ of 50. So arrays are used again, each as soon as a result that was enqueued behi
 
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -96,3 +97,11 @@ class HostNumbers:
     def forget(self) -> None:
         """Let go of all arrays."""
         self._slots.clear()
+
+
+def carried_over(drawn: mx.array, slots: Sequence[int], known: Sequence[int | None], numbers: HostNumbers) -> mx.array:
+    """Tokens of a step's rows, uint32: the known one, or the one that the step before drew in the row's slot."""
+    spare = [0] * (-len(known) % (1 << (len(known) - 1).bit_length()))  # few lengths, whose arrays are used again
+    tokens = drawn[numbers.of([*slots, *spare])]
+    given = numbers.of([-1 if token is None else token for token in known] + spare)
+    return mx.where(given < 0, tokens, given.astype(mx.uint32))[: len(known)]
