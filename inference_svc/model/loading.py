@@ -27,6 +27,7 @@ from inference_svc.kv.model_hooks.whole_layers import claim, kinds_of, may_have_
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.device_memory import prepare_device
 from inference_svc.model.model_identity import begin_digests
+from inference_svc.model.probing.compiling_apart import begin_compiling
 from inference_svc.model.probing.probe_memory import kept_checks
 from inference_svc.model.tokenizing import read_tokenizer
 from inference_svc.model.wedlm import layers_config
@@ -137,11 +138,13 @@ def load(
         found = _classes(config, take)
         reading = beside.submit(read_tokenizer, directory, config)
         beside.shutdown(wait=False)
+        if decodes and kernels == "auto":
+            begin_compiling(directory, checks)
         if decodes and choice.takes_few_rows() and choice.joins_steps():  # checked once, here while weights come
             choice.takes_layers(is_packed=None)
         return found
 
-    choice = KernelChoice(kernels, kept_checks(kept))
+    choice = KernelChoice(kernels, checks := kept_checks(kept))
     beside = ThreadPoolExecutor(1, "tokenizer")  # before weights come: it takes Python as long as they take
     with _loadable():
         texts = text_identities(directory)
@@ -162,7 +165,7 @@ def _compute(
         converted = _of_another_type(model, COMPUTE_TYPES[compute_type])
         placement = placement.without(sum(each.nbytes for each in converted), compute_type)
         model.set_dtype(COMPUTE_TYPES[compute_type])
-    _take_own_operations(model, kernels, decodes=decodes)
+    take_own_operations(model, kernels, decodes=decodes)
     mx.eval(model.parameters(), _own_arrays(model))  # type: ignore[no-untyped-call]
     if placement.mapped_bytes:
         let_go(converted)
@@ -177,7 +180,7 @@ def _own_arrays(model: Module) -> list[mx.array]:
     return [value for module in modules.modules() for value in module.values() if isinstance(value, mx.array)]
 
 
-def _take_own_operations(model: Module, kernels: KernelChoice, *, decodes: bool = True) -> None:
+def take_own_operations(model: Module, kernels: KernelChoice, *, decodes: bool = True) -> None:
     take_plain_norms(model)
     lay_expert_rows(model)
     if device() == "cpu":

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 import structlog
@@ -38,6 +38,14 @@ _LEAVE = f"if (blockDim.z == {_LOADING[2]}) return;"
 _SEED, _FACTOR = 0xC70F6907, 0xC6A4A7935BD1E995  # of `std::hash` in libstdc++, which is MurmurHash64A
 _refused: set[str] = set()
 Template = Sequence[tuple[str, int | bool | mx.Dtype]]
+Conditions: TypeAlias = tuple[
+    KernelSource,
+    str,
+    tuple[tuple[str, int | bool | mx.Dtype], ...],
+    tuple[mx.Dtype, ...],
+    tuple[mx.Dtype, ...],
+    int,
+]
 
 
 class KeptKernel:
@@ -76,9 +84,7 @@ class KeptKernel:
             "grid": grid,
             "threadgroup": threadgroup,
         }
-        types = tuple(each.dtype for each in inputs)
-        threads = threadgroup[0] if self._source.blocks else 0
-        program = _program(self._source, self._target, tuple(template), types, tuple(output_dtypes), threads)
+        program = program_of(*self.conditions(inputs, template, threadgroup, output_dtypes))
         if isinstance(program, CompileError):
             if self._otherwise is None:
                 raise program
@@ -95,6 +101,18 @@ class KeptKernel:
             **launch,
         )
         return list(made)
+
+    def conditions(
+        self,
+        inputs: Sequence[mx.array],
+        template: Template,
+        threadgroup: tuple[int, int, int],
+        output_dtypes: Sequence[mx.Dtype],
+    ) -> "Conditions":
+        """All that the program of such a launch depends on."""
+        threads = threadgroup[0] if self._source.blocks else 0
+        types = tuple(each.dtype for each in inputs)
+        return self._source, self._target, tuple(template), types, tuple(output_dtypes), threads
 
 
 @cache
@@ -118,7 +136,7 @@ def _tried(kernel: Callable[..., list[mx.array]]) -> list[mx.array]:
 def _finds_by_hash() -> bool:
     """Whether MLX launches the first kernel, which it has loaded, by a string of its code's hash."""
     target = device_target()
-    program = None if target is None else _program(_TRIAL, target, (), _TRIAL_TYPES, _TRIAL_TYPES, 0)
+    program = None if target is None else program_of(_TRIAL, target, (), _TRIAL_TYPES, _TRIAL_TYPES, 0)
     if not isinstance(program, tuple) or (short := same_hash(program[1])) is None:
         return False
     facts: dict[str, Any] = {"name": program[0], "compiled_source": short, "scalars": [3], "shared_memory": 0}
@@ -194,7 +212,7 @@ def _log_refused(target: str, error: Exception) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _program(
+def program_of(
     source: KernelSource,
     target: str,
     template: tuple[tuple[str, int | bool | mx.Dtype], ...],

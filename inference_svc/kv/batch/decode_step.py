@@ -330,7 +330,7 @@ class KeptGraph:
     """A graph over a pool's arrays, forgotten when the pool changes their size."""
 
     def __init__(self, trace: Callable[..., Any]) -> None:
-        self._trace = trace
+        self.trace = trace
         self._compiled: Any = None
         self._sizes: list[int] | None = None
 
@@ -340,5 +340,5 @@ class KeptGraph:
     def __call__(self, pages: list[mx.array], *given: Any) -> Any:
         """The result of `trace`, not evaluated. `pages`: the pool's arrays."""
         if (sizes := [array.shape[0] for array in pages]) != self._sizes:
-            self._compiled, self._sizes = mx.compile(self._trace), sizes
+            self._compiled, self._sizes = mx.compile(self.trace), sizes
         return self._compiled(pages, *given)

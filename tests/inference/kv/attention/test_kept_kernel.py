@@ -116,7 +116,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setattr(kept_kernel, "_refused", set())
     monkeypatch.setitem(fused.COMPILERS, Dialect.CUDA, cuda_compiler)
     asked = fused._is_launched, fused._is_program_launched, kept_kernel.device_target, kept_kernel._finds_by_hash
-    caches = *asked, fused.compiled, fused.plan_of, kept_kernel._program, kept_kernel._short_code
+    caches = *asked, fused.compiled, fused.plan_of, kept_kernel.program_of, kept_kernel._short_code
     for each in caches:
         each.cache_clear()
     yield played

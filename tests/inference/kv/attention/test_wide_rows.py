@@ -234,7 +234,7 @@ def test_a_model_takes_it_on_hopper_where_its_own_check_finds_nothing(
             if bits < 16:
                 nn.quantize(models[-1], 64, bits)
             kernels = KernelChoice()
-            loading._take_own_operations(models[-1], kernels, decodes=False)
+            loading.take_own_operations(models[-1], kernels, decodes=False)
             failed.append(kernels.has_failed)
     for model, name in zip(models, ("wide", "few", "few", "wide"), strict=True):
         launched.clear()

@@ -63,6 +63,6 @@ def test_kernels_of_decoding_are_checked_for_a_model_that_decodes(
     monkeypatch.setattr(KernelChoice, "takes_few_rows", lambda _: True)
     monkeypatch.setattr(KernelChoice, "joins_steps", lambda _: True)
     monkeypatch.setattr(KernelChoice, "takes_layers", lambda _, is_packed: checked.append(is_packed))
-    monkeypatch.setattr(loading, "_take_own_operations", lambda *_, **__: None)
+    monkeypatch.setattr(loading, "take_own_operations", lambda *_, **__: None)
     loading.load(kvasir_tiny.path(), None, decodes=decodes)
     assert checked == ([None] if decodes else [])

@@ -158,7 +158,7 @@ def not_asked_yet(library: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(kept_kernel, "_refused", set())
     monkeypatch.setattr(kept_kernel, "_finds_by_hash", lambda: False)  # its first kernel is refused, and logged, too
     monkeypatch.setattr(kept_kernel, "kept_folder", tmp_path.joinpath)
-    caches = kept_kernel._program, fused._is_launched, fused._is_program_launched
+    caches = kept_kernel.program_of, fused._is_launched, fused._is_program_launched
     for each in caches:
         each.cache_clear()
     yield

@@ -259,7 +259,7 @@ def test_a_model_is_not_tried_for_whole_layers_while_another_has_them(monkeypatc
     monkeypatch.setattr(choice, "why_wrong_layers", lambda **_: tried.append(1) or "")
     models = [small(qwen3, 4, **QWEN3), *(small(llama, 4) for _ in range(3))]
     for model, decodes, trials in zip(models, (True, False, True, True), (0, 0, 1, 1), strict=True):
-        loading._take_own_operations(model, choice.KernelChoice(), decodes=decodes)
+        loading.take_own_operations(model, choice.KernelChoice(), decodes=decodes)
         assert len(tried) == trials
 
 
@@ -274,7 +274,7 @@ def test_a_model_of_two_kinds_of_blocks_has_whole_layers_where_both_are_right(mo
         monkeypatch.setattr(whole_layers, "_owner", [])
         model = small(llama, 16, **SIZES)
         quantize(model.layers[-1], 64, 4)
-        loading._take_own_operations(model, choice.KernelChoice())
+        loading.take_own_operations(model, choice.KernelChoice())
         assert [hasattr(each, "whole") for each in model.layers] == [are_whole] * len(model.layers)
 
 

@@ -1,0 +1,43 @@
+"""Compiles a model's programs in a process of its own, by many threads, while an engine opens the model: alone it would
+compile each where it first needs it, one after the other. That process leaves files of code; where it is late or fails,
+the engine compiles. It ends when the engine does.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+
+from inference_svc.kv.attention.choice import device_dialect
+from inference_svc.kv.attention.kept_checks import KeptChecks
+from inference_svc.kv.attention.kept_kernel import device_target
+from inference_svc.kv.attention.kernels import Dialect
+from inference_svc.kv.kept_files import named_for
+
+_OWN_PROCESSORS = 2  # of the engine
+_FEWEST, _MOST = 2, 12  # threads
+
+
+def begin_compiling(directory: Path, known: KeptChecks | None) -> None:
+    """On CUDA, unless it was done before under the same conditions (`known`)."""
+    threads = min(_MOST, (os.cpu_count() or 1) - _OWN_PROCESSORS)
+    if known is None or threads < _FEWEST or device_dialect() is not Dialect.CUDA:
+        return
+    config = (directory / "config.json").read_text(encoding="utf-8", errors="replace")
+    name = f"programs for {named_for(config)}"
+    if not known.is_right(name) and (target := device_target()) is not None:
+        command = [sys.executable, "-Pm", "inference_svc.model.probing.played_start", str(directory), target]
+        given = [*command, str(threads)], lambda: known.keep_right(name)
+        Thread(target=_wait, args=given, name="compiling", daemon=True).start()
+
+
+def _wait(command: list[str], keep: Callable[[], None]) -> None:
+    none = subprocess.DEVNULL
+    with contextlib.suppress(OSError):
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=none, stderr=none) as process:
+            process.wait()
+        if process.returncode >= 0:  # what failed would fail again
+            keep()
