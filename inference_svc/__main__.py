@@ -2,9 +2,13 @@
 
 import gc
 import sys
+import time
 from contextlib import suppress
 from importlib import import_module
 
+from kvasir.server.resting import rest
+
+import inference_svc
 from inference_svc.compiled_code import keep_compiled_code_private
 from inference_svc.model.blas import begin_loading_mlx
 
@@ -14,8 +18,12 @@ _WITH_LIBRARIES = ("numpy", "tokenizers", "llguidance", "regex", "yaml")
 def main() -> int:
     keep_compiled_code_private()
     gc.disable()  # until `settle_garbage`: it would look through modules again and again that stay
-    _import_beside_mlx()
-    from inference_svc.first_model import FirstModel
+    try:
+        _import_beside_mlx()
+        from inference_svc.first_model import FirstModel
+    finally:  # an error is for the log
+        if rest():
+            inference_svc.BEGAN_S = time.monotonic()
 
     with FirstModel(sys.argv[1:]) as first:
         from inference_svc.serving import serve_by_arguments  # as long as weights take, which are read meanwhile

@@ -5,6 +5,7 @@ try:
     import signal
     import sys
 
+    from kvasir.cli.own_services.engine_ahead import begin_engine
     from kvasir.cli.own_services.installed_messages import import_messages
     from kvasir.cli.own_services.second_process import begun, is_up_alone, rest
 except KeyboardInterrupt:  # from here on `main` leaves it to the system
@@ -18,6 +19,7 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     _open_closed_files()
     second = begun(sys.argv[1:])
+    begin_engine(sys.argv[1:])
     if is_up_alone(sys.argv[1:], second):
         try:
             from kvasir.cli.own_services.up_alone import main as run

@@ -13,7 +13,7 @@ from pathlib import Path
 BEFORE_WITH_VALUE = ("--home", "--address", "--engine", "--token-file", "--ca-file")  # options before a command
 _BEFORE_ALONE = ("--json", "--until-eof")
 _DETACHES = ("-d", "--detach")
-_RESTS = "resting"  # of Python's -X: the words stay those that were typed, also for `ps`
+RESTS = "resting"  # of Python's -X: the words stay those that were typed, also for `ps`
 
 
 class SecondProcess:
@@ -22,7 +22,7 @@ class SecondProcess:
     def __init__(self, words: Sequence[str]) -> None:
         """`words` of the command line."""
         self._process = subprocess.Popen(
-            [sys.executable, "-X", _RESTS, "-Pm", "kvasir", *words],
+            [sys.executable, "-X", RESTS, "-Pm", "kvasir", *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -40,14 +40,14 @@ class SecondProcess:
 
 def begun(words: Sequence[str]) -> SecondProcess | None:
     """Of the words of a command line: a process if they are those of `kvasir up -d`, or seem so."""
-    if "up" not in words or not any(word in words for word in _DETACHES) or _RESTS in sys._xoptions:
+    if "up" not in words or not any(word in words for word in _DETACHES) or RESTS in sys._xoptions:
         return None
     return SecondProcess(words)
 
 
 def is_up_alone(words: Sequence[str], second: SecondProcess | None) -> bool:
     """Whether the words are surely those of `kvasir up`, of which one process or the other begins the services."""
-    left = iter(words if second is not None or _RESTS in sys._xoptions else ())
+    left = iter(words if second is not None or RESTS in sys._xoptions else ())
     for word in left:
         if word in BEFORE_WITH_VALUE:
             next(left, None)
@@ -58,7 +58,7 @@ def is_up_alone(words: Sequence[str], second: SecondProcess | None) -> bool:
 
 def rest() -> None:
     """In the second process, once all is imported: wait. Ends it where the command has ended."""
-    if _RESTS not in sys._xoptions:
+    if RESTS not in sys._xoptions:
         return
     sys.argv[1:] = ["--json", *(word for word in sys.argv[1:] if word not in (*_DETACHES, "--json"))]
     if not (log := sys.stdin.buffer.read()):

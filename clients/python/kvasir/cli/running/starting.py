@@ -14,6 +14,7 @@ from typing import Any
 
 from kvasir.cli.caller import Caller
 from kvasir.cli.failures import relayed
+from kvasir.cli.own_services.engine_ahead import begun_engine
 from kvasir.cli.own_services.installed_messages import import_messages
 from kvasir.cli.own_services.second_process import SecondProcess
 from kvasir.cli.running.home import Endpoint, Home, Running
@@ -38,6 +39,7 @@ async def run_group(caller: Caller, plan: Plan, descriptor: int, http_remark: st
         say=caller.note,
         clock=time.monotonic,
         keep_descriptor=descriptor,
+        ahead=begun_engine(),
     )
     _stop_at_signals(supervisor)
     was_ready = False

@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 import signal
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvasir.cli.own_services.engine_ahead import Adopted, EngineAhead, hangups_wait
 from kvasir.cli.running.holding import GRACE_S, Patience
 from kvasir.cli.running.logs import GrowingLog, is_important, last_lines, rotate_log
 from kvasir.errors import Unavailable
@@ -49,7 +50,7 @@ class RestartPolicy:
 @dataclass
 class _Child:
     service: Service
-    process: asyncio.subprocess.Process | None = None
+    process: asyncio.subprocess.Process | Adopted | None = None
     is_starting: bool = True
     began: float = 0.0  # when this process was started
     log_start: int = 0  # where this process began in its log: earlier lines are of other processes
@@ -72,14 +73,17 @@ class Supervisor:
         policy: RestartPolicy | None = None,
         grace_s: float = GRACE_S,
         keep_descriptor: int | None = None,
+        ahead: EngineAhead | None = None,
     ) -> None:
-        """`keep_descriptor` is inherited by the services: a lock on it lasts as long as any of the group lives."""
+        """`keep_descriptor` is inherited by the services: a lock on it lasts as long as any of the group lives.
+        `ahead`: has begun, and becomes the engine's first process."""
         self._children = [_Child(service) for service in services]
         self._tell = say
         self._clock = clock
         self._policy = policy or RestartPolicy()
         self._grace_s = grace_s
         self._keep = () if keep_descriptor is None else (keep_descriptor,)
+        self._ahead = ahead
         self._stopping = asyncio.Event()
         self._changed: Callable[[], None] = lambda: None
         self._is_change_reported = True
@@ -176,21 +180,29 @@ class Supervisor:
         service = child.service
         child.is_starting, child.began = True, self._clock()
         rotate_log(service.log_file)
-        with service.log_file.open("ab") as log, _hangups_wait():
+        with service.log_file.open("ab") as log, hangups_wait():
             service.log_file.chmod(0o600)
             child.log_start = log.tell()
-            # A session of its own: the terminal's Ctrl-C comes here only, and the group ends in order.
-            child.process = await asyncio.create_subprocess_exec(
-                *service.argv,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                pass_fds=self._keep,
-                umask=0o077,
-                cwd=None if _has_place() else service.log_file.parent,
-            )
+            child.process = self._begun_ahead(service, log.fileno())
+            if child.process is None:
+                # A session of its own: the terminal's Ctrl-C comes here only, and the group ends in order.
+                child.process = await asyncio.create_subprocess_exec(
+                    *service.argv,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    pass_fds=self._keep,
+                    umask=0o077,
+                    cwd=None if _has_place() else service.log_file.parent,
+                )
         self._report_change()
+
+    def _begun_ahead(self, service: Service, log: int) -> Adopted | None:
+        if self._ahead is None or service.name != "engine" or not _has_place():
+            return None
+        ahead, self._ahead = self._ahead, None
+        return ahead.go_on(service.argv, (log, *self._keep))
 
     def _report_change(self) -> None:
         """A full disk ends no group: the change is reported when there is room."""
@@ -276,16 +288,6 @@ def _has_place() -> bool:
     with contextlib.suppress(FileNotFoundError):
         return bool(Path.cwd())
     return False
-
-
-@contextlib.contextmanager
-def _hangups_wait() -> Iterator[None]:
-    """A process that starts meanwhile gets a SIGHUP once `Reloading.on_hangup` lets it in, and does not end by it."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
 
 
 def ending(code: int) -> str:
