@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import mlx.core as mx
 
 from inference_svc.engine.device.device_errors import is_lost
+from inference_svc.engine.device.device_watch import DeviceWatch
 from inference_svc.model.device_memory import forget_frames
 
 _IDLE_POLL_S = 1.0
@@ -42,13 +43,10 @@ class Letter(Generic[WorkerT, ResultT]):
             try:
                 self.result.set_result(self.work(worker))
             except Exception as error:  # noqa: BLE001 - the sender gets it
-                has_lost = is_lost(error)
-                if isinstance(error, RuntimeError) and not has_lost:
-                    with contextlib.suppress(RuntimeError):  # a device that is lost by now fails the next step, too
-                        mx.synchronize()  # see `DeviceWatch.pass_failed`
+                DeviceWatch().makes_room(error)  # a device that is lost by now fails the next step, too
                 forget_frames(error)
                 self.result.set_exception(error)
-                return error if has_lost else None
+                return error if is_lost(error) else None
         return None
 
 

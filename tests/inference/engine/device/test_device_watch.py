@@ -10,6 +10,7 @@ import pytest
 from kvasir.errors import Cancelled, Internal, InvalidArgument, KvasirError, ResourceExhausted, Unavailable
 
 from inference_svc.engine.api import AgentKey, Hot, Tokens
+from inference_svc.engine.device import device_watch
 from inference_svc.engine.device.device_errors import DeviceLost, device_error
 from inference_svc.engine.device.device_watch import DeviceWatch
 from inference_svc.engine.engine import Engine
@@ -69,10 +70,14 @@ class _Seen:
 
         def synchronize(*given: Any) -> None:
             if self._pass is not None:
-                self.alive.append(self._pass() is not None)
+                self.alive.append(self.is_alive)
             wait(*given)
 
         monkeypatch.setattr(mx, "synchronize", synchronize)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._pass is not None and self._pass() is not None
 
     def fail(self, words: str) -> None:
         held = _Pass()
@@ -255,11 +260,12 @@ def test_a_device_that_is_lost_beside_turns_ends_them_and_the_engine(
 
 
 @pytest.mark.parametrize("is_when_idle", [False, True])
-def test_work_between_steps_that_fails_is_over_before_its_arrays_go(
+def test_work_between_steps_that_fails_is_over_before_its_arrays_go_and_free_buffers_go_with_them(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_when_idle: bool
 ) -> None:
     """As a graph of a long step, which a start makes beside turns, or a copy of a memory."""
-    seen = _Seen(monkeypatch)
+    seen, given_back = _Seen(monkeypatch), list[bool]()
+    monkeypatch.setattr(device_watch, "bound_to_free", lambda: given_back.append(seen.is_alive))
     with driver_with_room_for(4096, model_dir, tmp_path) as driver:
         engine = driver.engine
 
@@ -270,7 +276,7 @@ def test_work_between_steps_that_fails_is_over_before_its_arrays_go(
         asked = engine.memories._when_idle(driver.key(), fail) if is_when_idle else engine.keep_graph(48, 0)
         with pytest.raises(RuntimeError, match="out of memory"):
             asked.result(30)
-        assert seen.alive[:1] == [True]
+        assert (seen.alive[:1], given_back) == ([True], [False])
         driver.turn(tokens_of(20))
 
 
