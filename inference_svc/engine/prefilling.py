@@ -72,11 +72,15 @@ class Prefiller:
         return KEPT_TOKENS[-1] < cell.size <= min(self._shared.most_tokens, _PACKED_DEPTH - cell.position)
 
     def _compute_together(self, cells: Cells[TurnCell[Sequence]], beside: Beside | None) -> bool:
-        """Whether there was room for all; alone, only the turn for which there is none fails."""
+        """Whether there were pages for all; alone, only the turn for which there is none fails. Where the device had no
+        memory, each is computed once more by itself."""
+        stored, has_drawn = _held(cells[0].turn)[0].length, False
         drawing = [place for place, cell in enumerate(cells) if cell.turn.draws_after(cell.size)]
         draws: list[Draws] = []
 
         def draw(logits: mx.array) -> None:
+            nonlocal has_drawn
+            has_drawn = bool(drawing)
             if drawing:  # by slices: for numbers of the host's the device might have to end the pass first
                 rows = [logits[place : place + 1] for place in drawing]
                 draws.append(self._draws([cells[place].turn for place in drawing], mx.concatenate(rows)))
@@ -88,6 +92,14 @@ class Prefiller:
             self._runner.packed_logits(parts, draw, beside.report if beside else _nothing)
         except ResourceExhausted:
             return False
+        except RuntimeError as error:
+            # As in `_compute_with_room`; rows of one cell are stored where those of all are.
+            if has_drawn or _held(cells[0].turn)[0].length != stored or not self._makes_room(error):
+                raise
+            for cell in cells:
+                with self._guarding(cell.turn):
+                    self._compute_alone(cell, None)
+            return True
         drawn = dict(zip(drawing, draws[0].read() if draws else (), strict=True))
         for place, cell in enumerate(cells):
             with self._guarding(cell.turn):

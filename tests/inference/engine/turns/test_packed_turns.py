@@ -11,6 +11,7 @@ from kvasir.errors import Cancelled, ResourceExhausted
 
 from inference_svc.engine import engine
 from inference_svc.engine.api import BlocksFull, Ended, Hot, Prefilled, Priority, Resumed, Started, Tokens
+from inference_svc.engine.device import device_watch
 from inference_svc.engine.scheduling.schedulable import Rules
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.kv.batch.packed_pass import Cell
@@ -21,6 +22,7 @@ from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.inference.engine.emulated import emulated_engine
 from tests.inference.engine.turns.test_preempted_turns import Keeper
 from tests.inference.kv.attention.emulators import needs_compiler
+from tests.inference.service.failing_device import NO_MEMORY
 
 pytestmark = [needs_compiler, pytest.mark.cpu_only("there all engines share passes")]
 
@@ -212,6 +214,45 @@ def test_without_room_for_all_of_a_pass_each_is_computed_alone(
     found = at_once(emulated, *(lambda text=text: emulated.submit(text, max_tokens=3) for text in texts))
     assert [emulated.reply(each.end()) for each in found] == alone
     assert asked == [2]
+
+
+@pytest.mark.parametrize("after", ["nothing", "the first layers", "the draws"])
+def test_a_pass_without_memory_is_computed_once_more_by_each_alone_unless_it_has_drawn(
+    emulated: Driver, monkeypatch: pytest.MonkeyPatch, after: str
+) -> None:
+    """Beside a stream, which goes on as without it."""
+    texts, settings = (SHORT, MIDDLING), {"temperature": 0.9, "seed": 5, "max_tokens": 3}
+    alone = [emulated.reply(emulated.turn(text, **settings)) for text in texts]
+    stream, found = Listener(), list[Listener]()
+    expected = emulated.reply(emulated.turn(LONG, max_tokens=6))
+    runner, given_back = emulated.engine._worker._runner, list[int]()
+    computed = runner.packed_logits
+
+    def fail(*_: object) -> None:
+        raise RuntimeError(NO_MEMORY)
+
+    def short(cells: Sequence[Cell], meanwhile: Callable[[mx.array], None], early: Callable[[], None]) -> mx.array:
+        monkeypatch.undo()
+        monkeypatch.setattr(device_watch, "bound_to_free", lambda: given_back.append(len(cells)))
+        if after == "nothing":
+            fail()
+        if after == "the first layers":
+            return computed(cells, meanwhile, lambda: (early(), fail())[0])
+        return computed(cells, lambda logits: (meanwhile(logits), fail())[0], early)
+
+    def begin() -> None:
+        monkeypatch.setattr(runner, "packed_logits", short)
+        found.extend(emulated.submit(text, **settings) for text in texts)
+
+    stream.at(Tokens, 2, begin)
+    assert emulated.reply(emulated.submit(LONG, listener=stream, max_tokens=6).end()) == expected
+    if after == "the draws":
+        for each in found:
+            with pytest.raises(ResourceExhausted, match="out of memory"):
+                each.end()
+    else:
+        assert [emulated.reply(each.end()) for each in found] == alone
+    assert given_back[0] == 2, "all of the prompts"
 
 
 @pytest.mark.long(7)
