@@ -52,7 +52,7 @@ def _draws(logits: mx.array) -> list[mx.array]:
     logprobs = logits - mx.logsumexp(logits)
     ascending = mx.sort(logprobs)
     likelier = mx.cumsum(mx.exp(ascending), axis=-1, reverse=True, inclusive=False)
-    floor = mx.take_along_axis(ascending, (likelier >= 1).sum(axis=-1, keepdims=True), axis=-1)
+    floor = mx.where(likelier < 1, ascending, mx.inf).min(axis=-1, keepdims=True)
     floor = mx.maximum(floor, mx.topk(logprobs, 40).min(axis=-1, keepdims=True))
     _, key = mx.random.split(mx.random.key(0))
     drawn = mx.random.categorical(mx.where(logprobs < floor, -mx.inf, logprobs), key=key)

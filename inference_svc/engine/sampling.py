@@ -172,8 +172,8 @@ class Sampler:
         row = self.biased(row)
         if self._recent:
             ids = mx.array(sorted(set(self._recent)), dtype=mx.uint32)
-            penalty, chosen = self._params.repetition_penalty, row[ids]
-            row = mx.put_along_axis(row, ids, mx.where(chosen < 0, chosen * penalty, chosen / penalty), axis=-1)
+            penalty, chosen, row = self._params.repetition_penalty, row[ids], mx.array(row)
+            row[ids] = mx.where(chosen < 0, chosen * penalty, chosen / penalty)
         if self._counts_reply:
             row = row - self._penalties(row.size)
         if self.constraint is not None:
@@ -398,5 +398,6 @@ def _top_p(logprobs: mx.array, top_p: float) -> mx.array:
     """Keep the likeliest tokens until their probabilities reach `top_p`; the one that crosses it stays."""
     ascending = mx.sort(logprobs)
     likelier = mx.cumsum(mx.exp(ascending), axis=-1, reverse=True, inclusive=False)
-    dropped = (likelier >= top_p).sum(axis=-1, keepdims=True)
-    return mx.where(logprobs < mx.take_along_axis(ascending, dropped, axis=-1), -mx.inf, logprobs)
+    # CUDA's `take_along_axis`, as `put_along_axis`, is 88 kernels, which a machine compiles for seconds.
+    floor = mx.where(likelier < top_p, ascending, mx.inf).min(axis=-1, keepdims=True)
+    return mx.where(logprobs < floor, -mx.inf, logprobs)
