@@ -5,11 +5,13 @@ import sys
 import time
 from contextlib import suppress
 from importlib import import_module
+from threading import Thread
 
 from kvasir.server.resting import rest
 
 import inference_svc
 from inference_svc.compiled_code import keep_compiled_code_private
+from inference_svc.machine.kept_methods import keep_methods
 from inference_svc.model.blas import begin_loading_mlx
 
 _WITH_LIBRARIES = ("numpy", "tokenizers", "llguidance", "regex", "yaml")
@@ -17,6 +19,7 @@ _WITH_LIBRARIES = ("numpy", "tokenizers", "llguidance", "regex", "yaml")
 
 def main() -> int:
     keep_compiled_code_private()
+    methods = keep_methods()
     gc.disable()  # until `settle_garbage`: it would look through modules again and again that stay
     try:
         _import_beside_mlx()
@@ -28,6 +31,8 @@ def main() -> int:
     with FirstModel(sys.argv[1:]) as first:
         from inference_svc.serving import serve_by_arguments  # as long as weights take, which are read meanwhile
 
+        if methods is not None:
+            Thread(target=methods.keep, name="kept-methods", daemon=True).start()
         return first.leave(serve_by_arguments(sys.argv[1:], first.open_engine))
 
 

@@ -48,6 +48,15 @@ def kept_bytes(path: Path) -> bytes | None:
 
 def keep_bytes(path: Path, kept: bytes) -> None:
     """Where the disk takes no file, each process does the work for itself."""
+    _keep(path, _digest(kept) + kept)
+
+
+def keep_text(path: Path, text: str) -> None:
+    """As `keep_bytes`, of a file that others than `kept_bytes` read."""
+    _keep(path, text.encode())
+
+
+def _keep(path: Path, content: bytes) -> None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not is_this_users(path.parent):
@@ -55,7 +64,7 @@ def keep_bytes(path: Path, kept: bytes) -> None:
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:  # mode 0600
             temp = Path(file.name)
             try:
-                file.write(_digest(kept) + kept)
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
                 temp.replace(path)
