@@ -104,7 +104,7 @@ def _computed(passes: ShortPass, cells: Sequence[Cell], rooms: Sequence[PassRoom
         numbers.of(places, len(offsets), ROW_TOKENS),
         [numbers.of([*chain.from_iterable(group)], len(offsets), width) for group in tables],
     )
-    return logits[numbers.of(last_rows)]
+    return logits[numbers.of(last_rows, dtype=mx.uint32)]  # as an embedding is: MLX compiles the two together
 
 
 def _spare(count: int) -> int:
