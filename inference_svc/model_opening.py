@@ -79,8 +79,9 @@ async def _served_by(engine: Engine, name: str, shared: ModelsParts, begin_phase
     settings, stores, admission, clock = shared.settings, shared.stores, shared.admission, shared.clock
     admission.serves_with(engine.memory_budget_bytes)
     begin_phase("kernels")
+    warming = asyncio.get_running_loop().run_in_executor(None, warm_up, engine, clock)  # beside a template's compiler
     prompting = Prompting(engine.tokenizer, engine.token_text, shared.now_ms)
-    await _make_ready(engine, prompting, stores, clock)
+    await _make_ready(engine, prompting, stores, warming)
 
     copies = Copies(engine, admission.publishing)
     # A laptop that wakes must not believe in a lease that ended elsewhere while it slept, nor give a publication up.
@@ -109,12 +110,12 @@ async def _served_by(engine: Engine, name: str, shared: ModelsParts, begin_phase
 
 
 async def _make_ready(
-    engine: Engine, prompting: Prompting, stores: Mapping[str, RemoteCache], clock: Callable[[], float]
+    engine: Engine, prompting: Prompting, stores: Mapping[str, RemoteCache], warming: "asyncio.Future[None]"
 ) -> None:
     """Do the work for which first turns would wait."""
     file_bytes = engine.model.kv_bytes_per_token * BLOCK_TOKENS + MAX_HEADER_BYTES
     memory = [asyncio.to_thread(store.blobs.make_ready, file_bytes) for store in [*stores.values()][:1]]  # all share it
-    await asyncio.gather(asyncio.to_thread(warm_up, engine, clock), warm_up_text(prompting), *memory)
+    await asyncio.gather(warming, warm_up_text(prompting), *memory)
 
 
 def _begin_own_turns(

@@ -38,12 +38,14 @@ async def test_memory_for_the_first_files_of_a_restore_is_made_ready_once(monkey
     async def warm_up_text(_: object) -> None:
         done.append("text")
 
-    monkeypatch.setattr(model_opening, "warm_up", lambda *_: done.append("engine"))
+    async def warm_up() -> None:
+        done.append("engine")
+
     monkeypatch.setattr(model_opening, "warm_up_text", warm_up_text)
     engine: Any = SimpleNamespace(model=SimpleNamespace(kv_bytes_per_token=36_864))
     store: Any = SimpleNamespace(blobs=SimpleNamespace(make_ready=asked.append))
     prompting: Any = None
-    await model_opening._make_ready(engine, prompting, {"one": store, "another": store}, time.monotonic)
-    await model_opening._make_ready(engine, prompting, {}, time.monotonic)
+    for stores in ({"one": store, "another": store}, {}):
+        await model_opening._make_ready(engine, prompting, stores, asyncio.ensure_future(warm_up()))
     assert asked == [256 * 36_864 + (1 << 20)]
     assert sorted(done) == ["engine", "engine", "text", "text"]
