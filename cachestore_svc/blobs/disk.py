@@ -6,13 +6,12 @@ import contextlib
 import errno
 import os
 import stat
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from kvasir.clients.blob_memory import BlobMemory
 from kvasir.errors import KvasirError, ResourceExhausted, Unavailable
-from kvasir.syncing import begin_writing_back, sync
+from kvasir.syncing import begin_writing_back, sync, try_file
 
 StrPath = str | Path
 READ_BACK_BYTES = 4 << 20  # pieces large enough for all cores to hash one
@@ -132,8 +131,8 @@ class Disk:
         return status.f_bavail * status.f_frsize
 
     def try_file(self, path: Path) -> None:
-        """Begin a file without a name in a directory, and end it. Raises OSError where the disk takes none."""
-        tempfile.TemporaryFile(dir=path).close()
+        """Raises OSError where the disk takes no file."""
+        try_file(path)
 
     def reached(self, point: str) -> None:
         """A place between effects, named for tests: around each commit of the index."""

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from kvasir import syncing
-from kvasir.syncing import begin_writing_back, sync_directory, sync_disk_of
+from kvasir.syncing import begin_writing_back, sync_directory, sync_disk_of, try_file
 
 
 @pytest.mark.parametrize("refusal", [0, 45])
@@ -59,3 +59,40 @@ def test_bytes_are_begun_to_be_written_where_the_system_can(
         monkeypatch.setattr(syncing, "_sync_file_range", begin if can_begin else None)
         begin_writing_back(file.fileno())
         assert called == [(file.fileno(), 0, 0, 2)] * can_begin
+
+
+@pytest.mark.parametrize("refusal", [0, errno.EISDIR, errno.EOPNOTSUPP])
+def test_a_disk_is_tried_without_a_name_also_where_each_file_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: int
+) -> None:
+    """As old kernels, macOS and network shares: a kill would leave the file."""
+    opened, begin, before = list[str](), os.open, tmp_path.stat().st_mtime_ns
+
+    def watched(path: str | Path, flags: int, *mode: int) -> int:
+        opened.append(str(path))
+        if refusal:
+            raise OSError(refusal, os.strerror(refusal))
+        return begin(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", watched)
+    try_file(tmp_path)
+    assert opened == [str(tmp_path)]
+    assert tmp_path.stat().st_mtime_ns == before
+    with pytest.raises(FileNotFoundError):
+        try_file(tmp_path / "gone")
+
+
+@pytest.mark.parametrize("has_nameless", [True, False])
+def test_a_disk_that_takes_no_change_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_nameless: bool
+) -> None:
+    def refused(*_given: object, **_more: object) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    def nameless(*_given: object) -> int:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+
+    monkeypatch.setattr(os, "open", refused if has_nameless else nameless)
+    monkeypatch.setattr(os, "utime", refused)
+    with pytest.raises(OSError, match="Read-only"):
+        try_file(tmp_path)

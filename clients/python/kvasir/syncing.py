@@ -66,6 +66,19 @@ def synced_write_s(directory: Path, clock: Callable[[], float]) -> float:
     return sorted(times)[_WRITES // 2]
 
 
+def try_file(directory: Path) -> None:
+    """Begin a file without a name there, and end it; where there are none such, set the directory's times to what they
+    are. Raises OSError where the disk takes no change.
+    """
+    try:
+        os.close(os.open(directory, getattr(os, "O_TMPFILE", os.O_DIRECTORY) | os.O_RDWR, 0o600))
+    except OSError as error:
+        if error.errno not in (errno.EISDIR, errno.EOPNOTSUPP):
+            raise
+        now = directory.stat()
+        os.utime(directory, ns=(now.st_atime_ns, now.st_mtime_ns))
+
+
 def sync_directory(path: Path) -> None:
     """As `sync_names`, of a directory by its path."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

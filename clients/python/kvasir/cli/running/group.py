@@ -5,7 +5,6 @@ import contextlib
 import re
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from kvasir.cli.caller import Caller
 from kvasir.cli.failures import PROBLEMS, UNREACHABLE, WrongUsage
 from kvasir.cli.rows import counted, fields_of, scrub_text, size, stats_row, to_the_second
 from kvasir.cli.running.health import ENGINE_SERVICE, STORE_SERVICE, Health, health, http_health, problems_at
-from kvasir.cli.running.holding import end_group, holders, is_led
+from kvasir.cli.running.holding import disk_failure, end_group, holders, is_led
 from kvasir.cli.running.home import Endpoint, Home, Running
 from kvasir.cli.running.logs import GrowingLog, is_problem, last_lines
 from kvasir.cli.running.starting import ENGINE_KILLED
@@ -77,20 +76,11 @@ def _with_facts(caller: Caller, state: ServiceState) -> ServiceState:
     if state.name == "store" and state.address == caller.home.endpoint("store").address:
         with contextlib.suppress(ValueError, OSError):  # the list cannot be read
             found |= {_SEALED: "; ".join(shut)} if (shut := list(_shut_namespaces(caller.home))) else {}
-        if not state.is_elsewhere and (failure := _disk_failure(caller.home.store_data)):
+        if not state.is_elsewhere and (failure := disk_failure(caller.home.store_data)):
             found["DISK_FAILED"] = f"the store's disk takes no file: {failure}"
     known = " ".join(state.problems)  # of its /healthz
     new = (f"{text} ({reason})" for reason, text in found.items() if f"({reason})" not in known)
     return replace(state, facts=facts, problems=(*state.problems, *new))
-
-
-def _disk_failure(folder: Path) -> str:
-    """Why a file cannot begin there, as on a disk that the system made read-only after an error; empty if one can."""
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
 
 
 def _shut_namespaces(home: Home) -> Iterator[str]:
@@ -155,7 +145,7 @@ def down(caller: Caller) -> None:
 def _failed_beside_full_log(caller: Caller, running: Running | None) -> int:
     """How many agents' newest turns the store did not take, where the engine's log may take no line of it."""
     with contextlib.suppress(KvasirError, ValueError, OSError):
-        failure = _disk_failure(caller.home.logs)
+        failure = disk_failure(caller.home.logs)
         has_room = not failure and shutil.disk_usage(caller.home.logs).free >= _LOG_ROOM_BYTES
         if running is not None and running.engine and not has_room:
             owed: dict[str, int] = _engine_facts(caller)[0]["owed"]

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from kvasir.cli.running.home import Home
 from kvasir.errors import FailedPrecondition
+from kvasir.syncing import try_file
 from kvasir.waits import ANSWER_S, LOOK_S, SOON_S
 
 # A service is killed after so long without a line of its log. An engine gives calls 10 s, and the store 10 s more
@@ -69,6 +70,15 @@ def holders(lock_file: Path) -> list[int]:
 def is_led(home: Home) -> bool:
     """Whether a `kvasir up` of this home lives."""
     return bool(holders(home.up_lock_file))
+
+
+def disk_failure(folder: Path) -> str:
+    """Why a file cannot begin there, as on a disk that the system made read-only after an error; empty if one can."""
+    try:
+        try_file(folder)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 class Ended(NamedTuple):
