@@ -170,4 +170,6 @@ def refusal(error: OSError, what: str) -> KvasirError:
     name = errno.errorcode.get(error.errno or 0, "an unknown error")
     is_of_bucket = error.errno == errno.EHOSTUNREACH  # its words are the answer
     why = error.strerror if is_of_bucket else f"the disk failed with {name}"
-    return Unavailable(f"{why} on {what}", reason="DISK_FAILED", retry_after_s=1)
+    # Until a person mounts it again.
+    retry_after_s = 60 if error.errno == errno.EROFS else 1
+    return Unavailable(f"{why} on {what}", reason="DISK_FAILED", retry_after_s=retry_after_s)

@@ -3,6 +3,7 @@ before 3.51.3). Waiting operations are committed together, each in a savepoint; 
 commit is durable.
 """
 
+import errno
 import sqlite3
 import sys
 import threading
@@ -16,7 +17,7 @@ from kvasir.errors import Unavailable
 from cachestore_svc.blobs.ballast import Ballast
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.index.refusals import index_damaged
-from cachestore_svc.index.sqlite.database.failures import is_full, translated
+from cachestore_svc.index.sqlite.database.failures import cannot_write, is_full, translated
 from cachestore_svc.index.sqlite.database.migrations import migrate
 from cachestore_svc.index.sqlite.journaling.recording import Recorder
 from cachestore_svc.index.sqlite.operations import Catalog, Operation
@@ -112,7 +113,16 @@ class SqliteCatalog(Catalog):
         if operation.frees_space and is_full(error) and self._ballast.give_up():
             self._write(connection, [operation])
         else:
-            operation.answer.set_exception(translated(error))
+            operation.answer.set_exception(translated(self._cause(error)))
+
+    def _cause(self, error: Exception) -> Exception:
+        """The disk's own error where the system made it read-only: SQLite reports an I/O error without a cause."""
+        if isinstance(error, sqlite3.Error) and cannot_write(error):
+            try:
+                self._disk.try_file(self._path.parent)
+            except OSError as failure:
+                return failure if failure.errno == errno.EROFS else error
+        return error
 
     def _commit(self, connection: sqlite3.Connection, operations: Iterable[Operation]) -> list[Callable[[], None]]:
         """One transaction; the calls that answer the callers. With any error it is rolled back."""

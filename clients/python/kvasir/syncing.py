@@ -67,8 +67,8 @@ def synced_write_s(directory: Path, clock: Callable[[], float]) -> float:
 
 
 def try_file(directory: Path) -> None:
-    """Begin a file without a name there, and end it; where there are none such, set the directory's times to what they
-    are. Raises OSError where the disk takes no change.
+    """Begin a file without a name there, and end it; where there are none such, set the directory's times to their
+    present values. Raises OSError where the disk takes no change.
     """
     try:
         os.close(os.open(directory, getattr(os, "O_TMPFILE", os.O_DIRECTORY) | os.O_RDWR, 0o600))

@@ -94,8 +94,9 @@ class Commit:
                     while (doubt := self._standing.doubt) is not None:
                         await self._learn(doubt)
                 return await self._commit()
-            except (errors.Unavailable, errors.DeadlineExceeded):
-                pass
+            except (errors.Unavailable, errors.DeadlineExceeded) as error:
+                if (error.retry_after_s or 0) > timeout_s:  # as of a disk that the system made read-only
+                    raise
             except StoreMiss:
                 if self.store.connection.is_reachable:
                     raise

@@ -140,8 +140,9 @@ class StoredBlobs:
         there: list[int] = []
 
         def note(now: cachestore_pb2.TransferProgress) -> None:
+            if there and now.bytes_done > there[-1]:  # not the first report of a try: a disk that failed takes none
+                self._connection.moved()
             there.append(now.bytes_done)
-            self._connection.moved()
 
         async def put(digests: list[Digest], ahead: HandedFile | None) -> int:
             blobs = dict(zip(digests, files, strict=True))

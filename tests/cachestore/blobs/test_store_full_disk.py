@@ -326,3 +326,27 @@ def test_a_deletion_that_the_ballast_makes_room_for_waits_for_no_lease_that_has_
 def test_a_disk_that_takes_no_file_is_a_problem_of_the_store(disk: Disk, reasons: list[str], tmp_path: Path) -> None:
     with Lab(tmp_path / "data").open(disk=disk) as store:
         assert [each.reason for each in store.statistics.ailments()] == reasons
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "retry_after_s"), [(errno.EROFS, "DISK_FAILED", 60), (errno.ENOSPC, "INDEX_FAILED", 1)]
+)
+def test_an_index_that_cannot_be_written_because_the_disk_is_read_only_has_that_reason(
+    error: int, reason: str, retry_after_s: float, tmp_path: Path
+) -> None:
+    """SQLite calls each failure an I/O error. Nobody need try again before a person has mounted the disk."""
+
+    class Failed(FilelessDisk):
+        def reached(self, point: str) -> None:
+            if point == "index: before commit" and is_failed:
+                failed = sqlite3.OperationalError("disk I/O error")
+                failed.sqlite_errorcode = sqlite3.SQLITE_IOERR
+                raise failed
+
+    is_failed = False
+    with Lab(tmp_path / "data").open(disk=Failed(error)) as store:
+        is_failed = True
+        refused = refusal_of(lambda: store.leases.acquire(NS, "a", "ab" * 32, "engine-1", 10))
+        is_failed = False
+    assert refused is not None
+    assert (refused.reason, refused.retry_after_s) == (reason, retry_after_s)

@@ -247,7 +247,7 @@ def test_a_home_whose_disk_takes_no_change_is_reported_and_at_its_end_each_turn_
 ) -> None:
     """As one that the system made read-only after an error: its services go on in RAM, and their logs take no line."""
 
-    def read_only(**_: object) -> None:
+    def read_only(*_: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     cli = Cli(in_memory.home())
@@ -256,12 +256,12 @@ def test_a_home_whose_disk_takes_no_change_is_reported_and_at_its_end_each_turn_
         for service in ("store_pid", "engine_pid"):
             resource.prlimit(up[service], resource.RLIMIT_FSIZE, (0, 0))
         assert "not stored yet" in cli.done("chat", "ada", "--once", "Hello.", "--max-tokens", "4").err
-        monkeypatch.setattr("tempfile.TemporaryFile", read_only)
+        monkeypatch.setattr("kvasir.cli.running.holding.try_file", read_only)
         [store, _] = in_process("--home", cli.home, "--json", "status").value["services"]
         assert "Read-only file system (DISK_FAILED)" in store["problems"][0]
         monkeypatch.setattr(type(Home(cli.home).running_file), "unlink", lambda *_, **__: read_only())
         down = in_process("--home", cli.home, "--json", "down")
-        assert (down.code, down.value["not_stored"]) == (1, 1)
+        assert (down.code, down.value["not_stored"], down.value["engine_killed"]) == (1, 1, False)
     finally:
         monkeypatch.undo()
         cli("down")

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 from kvasir import errors
+from kvasir.clients import AioStoreClient
+from kvasir.formats.digest import Digest
 from kvasir.waits import ANSWER_S
 
 from inference_svc.memory.store import connection, patience
@@ -138,6 +140,41 @@ async def test_a_store_that_answers_late_while_bulk_data_moves_is_there(
             assert store.connection.is_reachable is is_reachable
         store.connection.moved()
         assert store.connection.is_reachable
+        await store.connection.close()
+
+
+@pytest.mark.parametrize(("retry_after_s", "tries"), [(60, 1), (1, 5), (None, 5)])
+async def test_bytes_that_a_store_refuses_again_and_again_have_not_moved_and_come_again_if_it_may_take_them_soon(
+    monkeypatch: pytest.MonkeyPatch, retry_after_s: float | None, tries: int
+) -> None:
+    """Else an engine that ends goes on trying, as long as bytes move."""
+    sent = list[object]()
+
+    async def refused(_client: object, upload: object, _timeout_s: float) -> None:
+        sent.append(upload)
+        raise errors.Unavailable("the disk failed", reason="DISK_FAILED", retry_after_s=retry_after_s)
+
+    async def all_of(_client: object, digests: list[Digest], **_how: object) -> list[Digest]:
+        return digests
+
+    async def at_once(*_given: object) -> None:
+        return
+
+    async def known(_client: object, **_how: object) -> Any:
+        return SimpleNamespace(namespace="default", features=())
+
+    monkeypatch.setattr(AioStoreClient, "get_capabilities", known)
+    monkeypatch.setattr(AioStoreClient, "_send", refused)
+    monkeypatch.setattr(AioStoreClient, "find_missing", all_of)
+    monkeypatch.setattr(AioStoreClient, "_pause", at_once)
+    async with asyncio.timeout(10), AioStoreClient.connect("127.0.0.1:1") as client:
+        store = RemoteCache(StoreClients(client, client, client), "default")
+        assert await store.connection.answers()
+        for _ in range(2):
+            with pytest.raises(errors.Unavailable):
+                await store.blobs.write_tensors([b"some", b"files"], 5.0)
+        assert not store.connection.bulk.has_moved_within(60.0)
+        assert len(sent) == 2 * tries
         await store.connection.close()
 
 

@@ -352,6 +352,22 @@ def test_what_a_newer_turn_wrote_is_never_sent_under_an_older_memorys_words(
     run(scenario)
 
 
+@pytest.mark.parametrize(("retry_after_s", "state"), [(1, SnapshotState.COMMITTED), (60, SnapshotState.FAILED)])
+def test_a_store_that_wants_more_time_than_there_is_is_not_waited_for(
+    retry_after_s: float, state: SnapshotState
+) -> None:
+    """As one whose disk the system made read-only: the reader hears why, and an engine that ends has ended."""
+
+    async def scenario() -> None:
+        house, memory = House(), remembered("one", NO_HEAD)
+        house.store.refusals = [errors.Unavailable("the disk failed with EROFS", retry_after_s=retry_after_s)]
+        outcome = await house.publish(memory)
+        assert (outcome.state, "EROFS" in outcome.reason) == (state, state is SnapshotState.FAILED)
+        assert memory.publication.standing.is_stored is (state is SnapshotState.COMMITTED)
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("is_hot", [True, False])
 def test_what_failed_is_tried_again_while_it_is_hot_and_its_success_is_reported(
     is_hot: bool, monkeypatch: pytest.MonkeyPatch

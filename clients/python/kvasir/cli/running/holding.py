@@ -93,8 +93,8 @@ def end_group(home: Home, say: Callable[[str], None]) -> Ended:
     killed = [pid for pid in led if _end(pid, home.up_lock_file, say, 3 * GRACE_S, home.logs)]
     if led:
         _wait_for_helpers(home.services_lock_file)
-    # A `kvasir up` whose engine ended by itself has removed its file, unless it was killed.
-    is_engine_killed = bool(led) and not killed and home.running() is not None
+    # A `kvasir up` whose engine ended by itself has removed its file, unless it was killed or the disk takes no change.
+    is_engine_killed = bool(led) and not killed and home.running() is not None and not disk_failure(home.run)
     left = end_services(home, say)
     return Ended([*led, *left.pids], is_engine_killed or left.is_engine_killed)
 

@@ -17,7 +17,7 @@ from kvasir.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument,
 from kvasir.formats.digest import Buffer, Digest
 from kvasir.formats.frame_messages import CarriedFrame
 from kvasir.formats.frames import FrameAssembler
-from kvasir.waits import HANGS_S, PAUSE_S
+from kvasir.waits import HANGS_S, PATIENCE_S, PAUSE_S
 
 _TENSORS, _MANIFEST = pb.BLOB_KIND_TENSORS, pb.BLOB_KIND_MANIFEST
 # How long to wait for a blob that another writer sends. A store drops a silent writer sooner.
@@ -81,7 +81,7 @@ class AioBlobTransfers(AioServiceClient):
                     raise
                 self._takes_groups = None  # an older store may have taken its place
                 cuts = cuts + 1 if len(upload.pending) == before else 0
-                if cuts >= self._max_cuts:
+                if cuts >= self._max_cuts or (error.retry_after_s or 0) > PATIENCE_S:
                     raise
                 await self._pause(PAUSE_S * (cuts + 1))
             except FailedPrecondition as error:
