@@ -23,7 +23,7 @@ from kvasir.waits import giving_way
 
 from inference_svc.engine.first_operations import run_first_operations
 from inference_svc.engine.mlx_thread import MlxThread
-from inference_svc.kv.host_copies.host_copy import copies_itself
+from inference_svc.kv.host_copies.host_copy import copies_itself, takes_out
 from inference_svc.kv.kept_files import KeptDirs, kept_folder
 from inference_svc.machine.kv_budget import claims_of_device, held_of, total_bytes, weights_on_disk
 from inference_svc.model import kvasir_tiny
@@ -115,6 +115,7 @@ class FirstModel:
         prepare_device()
         coming = None
         if copies_itself() and not copies:
+            takes_out()  # found out while no thread copies yet: pages wait for it
             files = weight_files(directory)
             digests = begin_digests(files, self._state_dir)
             coming = ComingWeights(files, digests, partial(run_first_operations, directory))

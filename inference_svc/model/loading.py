@@ -28,6 +28,7 @@ from inference_svc.model import kvasir_tiny
 from inference_svc.model.device_memory import prepare_device
 from inference_svc.model.model_identity import begin_digests
 from inference_svc.model.probing.compiling_apart import begin_compiling
+from inference_svc.model.probing.first_pages import write_first_pages
 from inference_svc.model.probing.probe_memory import kept_checks
 from inference_svc.model.tokenizing import read_tokenizer
 from inference_svc.model.wedlm import layers_config
@@ -142,6 +143,8 @@ def load(
             begin_compiling(directory, checks)
         if decodes and choice.takes_few_rows() and choice.joins_steps():  # checked once, here while weights come
             choice.takes_layers(is_packed=None)
+        if decodes and coming:
+            write_first_pages(config, kernels, checks)
         return found
 
     choice = KernelChoice(kernels, checks := kept_checks(kept))

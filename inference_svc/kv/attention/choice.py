@@ -138,9 +138,7 @@ class KernelChoice:
         """The fault that the check of a format finds; empty: none. The check is made once."""
         key = page_format, dtype
         if key not in self._found:
-            key_rows, value_rows = page_format.key, page_format.value
-            rotated = ", rotated" if key_rows.is_rotated else ""
-            name = f"pages of K {key_rows.bits} bits{rotated}, V {value_rows.bits} bits, dimension {key_rows.dim}"
+            name = _name_of(page_format)
             self._found[key] = self._recorded(name, lambda: why_wrong(page_format, dtype, dialect), of=key)
             of_tiles = partial(_why_wrong_tiles, page_format, dtype, dialect)
             if not self._found[key] and (why := self._recorded(f"tiles of {name}", of_tiles, _LANES, key)):
@@ -164,6 +162,13 @@ class KernelChoice:
             self.failures.append(f"{name}: {why}")
             _LOG.error("kernels.check_failed", kernels=self.conditions, checked=name, why=why, serves=serves)
         return why
+
+
+def are_known(kept: KeptChecks | None, identity: identity_pb2.KvIdentity, dtype: mx.Dtype) -> bool:
+    """Whether an earlier start found the kernels of these pages right, or this device has none to check."""
+    if device_dialect() is None:
+        return True
+    return kept is not None and all(kept.is_right(f"{_name_of(each)} {(each, dtype)!r}") for each in _formats(identity))
 
 
 def checked_policies(layers: Sequence[identity_pb2.LayerLayout], compute_type: str) -> dict[str, str]:
@@ -198,6 +203,12 @@ def _why_wrong_tiles(page_format: PageFormat, dtype: mx.Dtype, dialect: Dialect)
     if dialect is not Dialect.METAL or not has_tiles(page_format, query_type):
         return ""
     return tiles.why_refused(page_format, query_type) or why_wrong_tiles(page_format, dtype, dialect)
+
+
+def _name_of(page_format: PageFormat) -> str:
+    key_rows, value_rows = page_format.key, page_format.value
+    rotated = ", rotated" if key_rows.is_rotated else ""
+    return f"pages of K {key_rows.bits} bits{rotated}, V {value_rows.bits} bits, dimension {key_rows.dim}"
 
 
 def _formats(identity: identity_pb2.KvIdentity) -> set[PageFormat]:
