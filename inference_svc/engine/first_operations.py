@@ -57,4 +57,6 @@ def _draws(logits: mx.array) -> list[mx.array]:
     _, key = mx.random.split(mx.random.key(0))
     drawn = mx.random.categorical(mx.where(logprobs < floor, -mx.inf, logprobs), key=key)
     likeliest = mx.argpartition(-logprobs, 1)[:2]
-    return [drawn, likeliest, mx.argmax(logits), logprobs.at[drawn].add(1)]
+    counts = mx.array(logprobs)
+    counts[drawn] = logprobs[drawn] + 1
+    return [drawn, likeliest, mx.argmax(logits), counts]

@@ -161,7 +161,7 @@ class Sampler:
             self._key, key = mx.random.split(self._key)
             token = mx.random.categorical(logprobs / self._params.temperature, key=key)
         if self._counts is not None:  # on the device: nobody waits for the token
-            self._counts = self._counts.at[token].add(1)
+            self._counts = _with_one_more(self._counts, token)
         return _PlannedDraw(token.astype(mx.uint32), self._logprobs_of(row, token), self._key, self._counts)
 
     def biased(self, logits: mx.array) -> mx.array:
@@ -378,6 +378,13 @@ def _keys_of(samplers: Sequence[Sampler]) -> mx.array:
 def _with(tokens: mx.array, rows: Sequence[int], drawn: mx.array) -> mx.array:
     changed = mx.array(tokens)
     changed[mx.array([*rows])] = drawn
+    return changed
+
+
+def _with_one_more(counts: mx.array, token: mx.array) -> mx.array:
+    """As a repetition penalty reads and writes: CUDA compiles 22 kernels for each other way."""
+    changed = mx.array(counts)
+    changed[token] = counts[token] + 1
     return changed
 
 

@@ -102,6 +102,7 @@ class HostNumbers:
 def carried_over(drawn: mx.array, slots: Sequence[int], known: Sequence[int | None], numbers: HostNumbers) -> mx.array:
     """Tokens of a step's rows, uint32: the known one, or the one that the step before drew in the row's slot."""
     spare = [0] * (-len(known) % (1 << (len(known) - 1).bit_length()))  # few lengths, whose arrays are used again
-    tokens = drawn[numbers.of([*slots, *spare])]
+    # As a penalty's logits are taken: CUDA compiles 22 kernels for each other pair of types.
+    tokens = drawn.view(mx.float32)[numbers.of([*slots, *spare], dtype=mx.uint32)].view(mx.uint32)
     given = numbers.of([-1 if token is None else token for token in known] + spare)
     return mx.where(given < 0, tokens, given.astype(mx.uint32))[: len(known)]

@@ -60,7 +60,9 @@ def gathered(rows: LayerPages, first: mx.array, lengths: mx.array, dtype: mx.Dty
     page_format, blocks = rows.format, rows.block_table.shape[1]
     starts = mx.arange(blocks)[None] * PAGE_TOKENS
     is_used = (starts < lengths[:, None]) & (starts + PAGE_TOKENS > first[:, None])
-    found = rows.pages[mx.where(is_used, rows.block_table, 0)]
+    # Taken as an embedding's rows: CUDA compiles 22 kernels for each other pair of types.
+    used = mx.where(is_used, rows.block_table, 0).astype(mx.uint32)
+    found = rows.pages.view(mx.bfloat16)[used].view(rows.pages.dtype)
     tokens = mx.arange(blocks * PAGE_TOKENS)[None]
     is_stored = (tokens >= first[:, None]) & (tokens < lengths[:, None])
     parts = [_part(found, part) for part in page_format.parts]

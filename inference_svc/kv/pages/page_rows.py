@@ -16,7 +16,7 @@ def pages_of_rows(page_format: PageFormat, rows: EncodedRows) -> mx.array:
     blocks = -(-count // PAGE_TOKENS)
     packed = []
     for part, values in zip(page_format.parts, rows, strict=True):
-        units = values.view(UNIT)[0]
+        units = values.view(UNIT).squeeze(0)  # by an index MLX would gather it
         if spare := blocks * PAGE_TOKENS - count:
             units = mx.pad(units, [(0, 0), (0, spare), (0, 0)])
         shaped = units.reshape(part.kv_heads, blocks, PAGE_TOKENS, part.units)

@@ -132,8 +132,8 @@ class _Trial:
         with loadable():
             exact = mx.concatenate([self._alone(*given) for given in zip(_PROMPTS, _NEXT, strict=True)])
             mx.eval(exact)
-        if self.has_kernels and self._is_near_over_pages(exact):
-            return True
+        if self.has_kernels and ((is_near := self._is_near_over_pages(exact)) or self.is_short):
+            return is_near
         try:
             found = self._batched(self.layout)
         except Exception as error:  # whatever a model raises over caches that are not mlx-lm's
