@@ -21,7 +21,7 @@ from kvasir.cli.running.home import Home
 from kvasir.clients import StoreClient
 from kvasir.clients.archive_file import new_file
 from kvasir.credentials import read_private_text
-from kvasir.errors import DataLoss, FailedPrecondition, InvalidArgument
+from kvasir.errors import FailedPrecondition, InvalidArgument
 from kvasir.formats import manifest as manifests
 from kvasir.formats import sealed_archive
 from kvasir.formats.archive import ArchiveReader, Described, pack
@@ -60,8 +60,6 @@ def seed_pieces(archive: Iterable[bytes], model_name: str) -> Iterator[bytes]:
         else:
             blobs.setdefault(part.digest, bytearray()).extend(part.data)
     reader.finish()
-    if damaged := [digest for digest, data in blobs.items() if Digest.of(data) != digest]:
-        raise DataLoss(f"blob {damaged[0]} of the archive has other bytes", metadata={"digest": damaged[0].hash})
     [memory] = described
     names = {"agent_id": memory.agent_id, "model_id": model_name or memory.manifest.kv_identity.weights_digest}
     yield from to_seed_file(memory.manifest, lambda digest: bytes(blobs.pop(digest)), **names)

@@ -11,7 +11,7 @@ from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import InvalidArgument
 from kvasir.formats import manifest as manifests
 from kvasir.formats.block_hash import kv_identity_hash
-from kvasir.formats.digest import Digest
+from kvasir.formats.digest import Digest, Hasher
 from kvasir.formats.frames import FRAME_BYTES
 from kvasir.names import check_agent_id
 
@@ -169,12 +169,14 @@ class ArchiveReader:
             raise _malformed(f"{name}: expected {digest.size_bytes} bytes, got {size_bytes}")
         if not size_bytes:
             yield BlobPiece(digest, 0, b"")
-        offset = 0
-        while offset < size_bytes:
+        hasher = Hasher()  # also for a reader that has the blob, and takes none of these bytes
+        while (offset := hasher.size_bytes) < size_bytes:
             yield None
             data = self._take(min(size_bytes - offset, len(self._buffer), FRAME_BYTES))
+            hasher.update(data)
             yield BlobPiece(digest, offset, data)
-            offset += len(data)
+        if hasher.digest() != digest:
+            raise _malformed(f"{name}: its bytes are not those of its digest")
         pad_bytes = -size_bytes % tarfile.BLOCKSIZE
         yield pad_bytes
         self._take(pad_bytes)

@@ -91,6 +91,23 @@ def test_hostile_archives_are_refused_and_leave_nothing_visible(home: StoreHome,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["h"]
 
 
+def test_a_damaged_archive_is_refused_by_a_store_that_has_its_blobs_sound(home: StoreHome) -> None:
+    """A user would keep it for a copy of the agent."""
+    turn = SyntheticAgent(MIXED, 14).turn(600)
+    good = _tar(*_members(turn))
+    with home.start().client() as client:
+        client.import_agent("ada", [good])
+        for digest in turn.digests:
+            damaged = bytearray(good)
+            damaged[good.index(turn.new_blobs[digest]) + digest.size_bytes - 1] ^= 1
+            with pytest.raises(InvalidArgument, match=digest.hash):
+                client.import_agent("eve", [bytes(damaged)])
+        assert client.get_stats().agent_count == 1
+        assert_whole(client, "ada", turn)
+        assert client.import_agent("eve", [good]).version == 1
+        assert_whole(client, "eve", turn)
+
+
 def _huge_header(name: str, size: int) -> bytes:
     info = tarfile.TarInfo(name)
     info.size = size
