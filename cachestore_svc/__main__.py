@@ -78,6 +78,7 @@ _PROTOCOL = "kvasir.cachestore.v1"
 _LOG = structlog.get_logger("cachestore")
 _MEANS = Means(time.time, secrets.token_hex)
 _SLOW_SYNC = 0.05
+_RESUMED = "AgentService/GetSnapshot"
 # While one of these runs a Mac stays awake.
 _KEEP_AWAKE = (
     *(f"AgentService/{rpc}" for rpc in ("PullAgent", "MoveAgent", "ExportAgent", "ImportAgent")),
@@ -197,7 +198,8 @@ async def serve(settings: StoreSettings) -> None:
         _LOG.info("store.started", address=edge.address, ms=round((time.monotonic() - began) * 1000))
         parts.running(_report_syncs(settings.data_dir))
         if not store.blobs.are_far:
-            parts.running(ReadingAhead(served, settings.read_ahead_bytes).run())
+            ahead = ReadingAhead(served, settings.read_ahead_bytes, lambda: edge.rpcs.calls[_RESUMED, "OK"])
+            parts.running(ahead.run())
         works: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
             "collection": lambda: collect_regularly(store, threads, settings.gc_interval_s),
             "claims": services.claims.run,

@@ -3,13 +3,14 @@
 import asyncio
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from kvasir_bench.memory_path.machine import cached_share, drop_cached
 
 from cachestore_svc.blobs.disk import Disk, StrPath
+from cachestore_svc.store import reading_ahead
 from cachestore_svc.store.aio_store import AioStore
 from cachestore_svc.store.reading_ahead import ReadingAhead
 from cachestore_svc.store.store import Store
@@ -19,9 +20,8 @@ from tests.cachestore.service.running import StoreHome, store_home
 from tests.cachestore.service.running import publish as publish_over_grpc
 from tests.made_models.synthetic import SMALL, SyntheticAgent, SyntheticSnapshot
 
-MEMORIES = {
-    name: SyntheticAgent(SMALL, seed).turn(600, is_prompt=True) for seed, name in enumerate(("ada", "bob", "eve"))
-}
+LENGTHS = {"ada": 900, "bob": 600, "eve": 300}
+MEMORIES = {name: SyntheticAgent(SMALL, size).turn(size, is_prompt=True) for name, size in LENGTHS.items()}
 
 
 class SeenDisk(Disk):
@@ -53,24 +53,53 @@ def fill(lab: Lab, *namespaces: str) -> None:
             lab.clock.pass_s(60)
 
 
-def read_ahead(store: Store, most_bytes: int | None) -> None:
+def read_ahead(store: Store, most_bytes: int | None, resumed: Callable[[], int] = lambda: 0) -> None:
     threads = StoreThreads()
     try:
-        asyncio.run(ReadingAhead(AioStore(store, threads), most_bytes).run())
+        asyncio.run(ReadingAhead(AioStore(store, threads), most_bytes, resumed).run())
     finally:
         threads.close()
 
 
-def test_memories_used_last_are_read_first_as_far_as_they_fit(tmp_path: Path) -> None:
+def test_memories_used_last_are_read_as_far_as_they_fit_and_the_smallest_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading_ahead, "_READERS", 1)
     lab, disk = Lab(tmp_path), SeenDisk()
     fill(lab, "a", "b", "a")
+    room = size_of(MEMORIES["ada"]) + size_of(MEMORIES["eve"])
     with lab.open(disk) as store:
         store.snapshots.get("a", "ada")  # used again
         store.care.used_last()
+        for most_bytes, expected in (
+            (room, ("eve", "ada")),
+            (room - 1, ("ada",)),
+            (size_of(MEMORIES["eve"]), ("eve",)),
+        ):
+            disk.read_names.clear()
+            read_ahead(store, most_bytes)
+            names = [name for each in expected for name in names_of(MEMORIES[each])]
+            assert sorted(disk.read_names) == sorted(names)
+            assert set(disk.read_names[:2]) <= set(names_of(MEMORIES[expected[0]]))
+
+
+def test_a_memory_that_somebody_wants_has_the_disk_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading_ahead, "_AT_ONCE", 1)
+    monkeypatch.setattr(reading_ahead, "_READERS", 1)
+    rests = list[tuple[float, int]]()
+
+    async def rest(seconds: float) -> None:
+        rests.append((seconds, len(disk.read_names)))
+
+    lab, disk = Lab(tmp_path), SeenDisk()
+    fill(lab, "a", "a", "a")
+    resumed = iter([0, 1, 2, 2])  # before the first blob, behind it, behind two rests
+    with lab.open(disk) as store:
         disk.read_names.clear()
-        read_ahead(store, size_of(MEMORIES["ada"]) + size_of(MEMORIES["eve"]))
-    assert sorted(disk.read_names) == sorted([*names_of(MEMORIES["ada"]), *names_of(MEMORIES["eve"])])
-    assert set(disk.read_names[:2]) <= set(names_of(MEMORIES["ada"]))
+        monkeypatch.setattr(asyncio, "sleep", rest)
+        read_ahead(store, None, lambda: next(resumed, 2))
+    assert rests == [(1.0, 1), (1.0, 1)]
+    assert sorted(disk.read_names) == sorted(name for memory in MEMORIES.values() for name in names_of(memory))
 
 
 def test_a_blob_that_many_share_is_read_once_and_nothing_when_nothing_may_be(tmp_path: Path) -> None:
