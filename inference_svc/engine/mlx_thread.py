@@ -162,4 +162,6 @@ class MlxThread(Generic[WorkerT]):
     def _return_to_senders(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                self._mailbox.get_nowait().result.cancel()
+                result = self._mailbox.get_nowait().result
+                result.cancel()
+                result.set_running_or_notify_cancel()  # else `futures.wait` goes on waiting for it

@@ -1,7 +1,7 @@
 """KV in a running engine: what was freed is never seen, and the thread that it lives on ends in order."""
 
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TypeVar
 
@@ -66,6 +66,7 @@ def test_a_thread_that_ended_cancels_what_comes_late() -> None:
     thread.close()
     late: Future[int] = thread.post(lambda _worker: 7)
     assert late.cancelled()
+    assert wait([late], 0).done == {late}, "as a start waits for its graphs, for two minutes"
 
 
 def test_a_worker_that_cannot_be_made_reports_why(tmp_path: Path) -> None:
