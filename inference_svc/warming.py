@@ -31,7 +31,7 @@ _QUESTION_TOKENS = 48  # of a pass that a restored agent's turn begins with, mos
 _LONG_PROMPT = 32_768
 _DEEP_TOKENS = 16_384  # to restore more takes 0.1 s and longer, beside which a graph's 15 ms are little
 _CROWDS_ROWS = (2, 4, 8, 16, 32, 64)  # of steps that decode a crowd
-_FIRST_PACKED = (16, 20, 12, 8, 4, 24, 10, 6)  # of most passes over its prompts, beside streams
+_FIRST_PACKED = (20, 16, 8, 12, 4, 24, 10, 6)  # of most passes over its prompts, beside streams
 _PACKED_ROWS = range(2, 34, 2)  # all: up to a whole cell
 _CROWD = 8
 _PACE_STEPS = 8  # behind a whole cell, whose times and theirs pace a first crowd
@@ -176,11 +176,14 @@ def _run_each_kernel(engine: Engine) -> None:
 
 def _soon_graphs(engine: Engine) -> Collection[tuple[int, int, int]]:
     """Those that are needed first: of a crowd whose turns begin one after the other, which makes a dozen of them if it
-    comes at once, each in 20 to 40 ms; and of deep restored turns.
+    comes at once; and of deep restored turns. A pass's takes 40 to 60 ms, also that of the last prompt's last block; a
+    step's 9.
     """
     depths = _depths(engine)
-    steps, passes = product([0], depths[:2], _CROWDS_ROWS[:3]), product([ROW_TOKENS], depths[:1], _FIRST_PACKED)
-    crowd = (*steps, *passes) if _rounds_rows(engine) else ()
+    shallow, deep = (list(product([0], [depth], _CROWDS_ROWS[:3])) for depth in (0, depths[:2][-1]))
+    passes = list(product([ROW_TOKENS], depths[:1], _FIRST_PACKED))
+    passes.insert(2, (KEPT_TOKENS[-1], 0, 1))
+    crowd = dict.fromkeys((*deep, *passes[:5], *shallow, *passes)) if _rounds_rows(engine) else ()
     return (*crowd, *product((_QUESTION_TOKENS, 0), [depth for depth in depths if depth >= _DEEP_TOKENS], [1]))
 
 
