@@ -19,7 +19,7 @@ from mlx_lm.models import activations
 from inference_svc.kv.batch.fused_layer import FusedLayer
 from inference_svc.kv.model_hooks import attention_hook
 from inference_svc.kv.model_hooks.step_attention import step_attention_of
-from inference_svc.kv.model_hooks.whole_layers import whole_layer_of
+from inference_svc.kv.model_hooks.whole_layers import frequencies_by_rotation, whole_layer_of
 
 _GATED = "self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))"
 _MLPS = (f"return {_GATED}", f"down_proj = {_GATED}\nreturn down_proj")
@@ -61,7 +61,7 @@ def join_steps(model: Module, *, whole: bool = False, attends: bool = False) -> 
     be one.
     """
     modules: Any = model
-    shared: dict[Any, mx.array] = {}
+    shared = frequencies_by_rotation(model) if whole or attends else {}
     for module in modules.modules():
         kind: Any = type(module)
         if whole and _is_llamas(module) and (layer := whole_layer_of(module, shared)) is not None:

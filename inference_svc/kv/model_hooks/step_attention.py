@@ -23,7 +23,6 @@ from inference_svc.kv.attention.geometry import (
 from inference_svc.kv.attention.kernels import Dialect, attend_source, results_source, turn_source, turns_source
 from inference_svc.kv.batch.fused_layer import FusedLayer, StepPages
 from inference_svc.kv.model_hooks.few_rows import MAX_ROWS
-from inference_svc.kv.model_hooks.whole_layers import frequencies_of
 from inference_svc.kv.page import EXACT_BITS, PAGE_TOKENS, PageFormat
 
 Template = Mapping[str, int | bool | mx.Dtype]
@@ -180,9 +179,8 @@ class StepAttention:
 
 
 def step_attention_of(attention: Any, shared: dict[Any, mx.array]) -> StepAttention | None:
-    """Of mlx-lm's attention; None where its rotation is another. `shared`: arrays that layers have together."""
-    rope: Any = attention.rope
-    if (found := frequencies_of(rope)) is None:
+    """Of mlx-lm's attention; None where its rotation is another. `shared`: as `whole_layer_of`'s."""
+    if (found := shared.get(id(attention.rope))) is None:
         return None
     name = repr(found.tolist())
     frequencies = shared.setdefault(("angles", name), found)

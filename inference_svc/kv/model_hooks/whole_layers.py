@@ -282,7 +282,7 @@ def claim(model: Module) -> bool:
 
 def whole_layer_of(block: Any, shared: dict[Any, mx.array]) -> WholeLayer | None:
     """Of a block of mlx-lm's Llama; None where its weights, norms or rotation are others. `shared`: arrays that
-    a model's blocks have together.
+    a model's blocks have together, with `frequencies_by_rotation`.
     """
     layers, rope = _projections(block), block.self_attn.rope
     if (dtype := _type_of(layers)) is None:
@@ -290,7 +290,7 @@ def whole_layer_of(block: Any, shared: dict[Any, mx.array]) -> WholeLayer | None
     norms = block.input_layernorm, block.post_attention_layernorm
     if any(type(norm) is not RMSNorm or norm.weight.dtype != dtype for norm in norms):
         return None
-    if (found := frequencies_of(rope)) is None or rope.dims * block.self_attn.n_heads != layers[0].weight.shape[0]:
+    if (found := shared.get(id(rope))) is None or rope.dims * block.self_attn.n_heads != layers[0].weight.shape[0]:
         return None
     frequencies = _kept(shared, repr(found.tolist()), lambda: found)
     return WholeLayer(block, frequencies, _kept(shared, "counters", new_counters))
@@ -324,7 +324,16 @@ def _matrix(layer: Any) -> Matrix:
     return (layer.weight, layer.scales, layer.biases) if _is_packed(layer) else (layer.weight,)
 
 
-def frequencies_of(rope: Any) -> mx.array | None:
+def frequencies_by_rotation(model: Module) -> dict[Any, mx.array]:
+    """By the `id` of each rotation that the kernels do. Evaluates them together: each alone waits for the device."""
+    modules: Any = model
+    rotations = [module.rope for module in modules.modules() if "rope" in module]
+    found = {id(rope): made for rope in rotations if (made := _frequencies_of(rope)) is not None}
+    mx.eval(*found.values())
+    return found
+
+
+def _frequencies_of(rope: Any) -> mx.array | None:
     """None for a rotation that the kernel does not do."""
     if type(rope) is RoPE and not rope.traditional:
         half = rope.dims // 2
