@@ -42,9 +42,10 @@ async def test_an_engine_that_began_gets_its_words_its_log_and_a_lock_that_lasts
     assert not _is_locked(tmp_path / "lock")
 
 
-async def test_another_program_is_not_begun_so_and_the_engine_that_rests_ends() -> None:
+@pytest.mark.parametrize("argv", [(sys.executable, "-Pm", "cachestore_svc", "serve"), ()], ids=["another", "none"])
+async def test_another_program_is_not_begun_so_and_the_engine_that_rests_ends(argv: tuple[str, ...]) -> None:
     ahead = EngineAhead()
-    assert ahead.go_on((sys.executable, "-Pm", "cachestore_svc", "serve"), (0,)) is None
+    assert ahead.go_on(argv, (0,)) is None
     assert ahead._process.wait(60) != 0
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from kvasir.cli.own_services.engine_ahead import EngineAhead
 from kvasir.cli.running.health import STORE_SERVICE, is_ready
 from kvasir.cli.running.holding import Patience
 from kvasir.cli.running.home import Endpoint
@@ -420,3 +421,20 @@ def test_a_watched_log_gives_each_line_once_and_survives_being_put_aside(tmp_pat
     log.write_text("[error    ] four\n")
     assert important_lines() == ["[error    ] four"]
     assert important_lines() == []
+
+
+async def test_an_engine_that_began_where_there_is_no_directory_any_more_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    group, ahead = Group(tmp_path, {"engine": SERVER}), EngineAhead()
+    group.supervisor._ahead = ahead
+    work.rmdir()
+    run = group.begin()
+    await asyncio.wait_for(group.started.wait(), 20)
+    assert group.supervisor.pid("engine") != ahead._process.pid
+    await eventually(lambda: ahead._process.poll() is not None)
+    group.supervisor.stop()
+    await run

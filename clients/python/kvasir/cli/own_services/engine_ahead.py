@@ -40,13 +40,13 @@ class EngineAhead:
         """On the event loop: let it run this command line, with the first of these files as output; it holds the
         others. None where it is not of that program, or has ended: then its like reports why.
         """
-        python, *program = argv[: 1 + len(_PROGRAM)]
+        begins = 1 + len(_PROGRAM)
         with self._ours:
-            if (python, *program) != (sys.executable, *_PROGRAM) or self._process.poll() is not None:
+            if tuple(argv[:begins]) != (sys.executable, *_PROGRAM) or self._process.poll() is not None:
                 return None
             with contextlib.suppress(OSError):
                 socket.send_fds(self._ours, [b"!"], [*files])
-                self._ours.sendall(json.dumps(argv[1 + len(_PROGRAM) :]).encode())
+                self._ours.sendall(json.dumps(argv[begins:]).encode())
                 return Adopted(self._process)
         return None
 

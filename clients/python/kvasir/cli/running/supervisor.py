@@ -199,10 +199,10 @@ class Supervisor:
         self._report_change()
 
     def _begun_ahead(self, service: Service, log: int) -> Adopted | None:
-        if self._ahead is None or service.name != "engine" or not _has_place():
+        if self._ahead is None or service.name != "engine":
             return None
         ahead, self._ahead = self._ahead, None
-        return ahead.go_on(service.argv, (log, *self._keep))
+        return ahead.go_on(service.argv if _has_place() else (), (log, *self._keep))
 
     def _report_change(self) -> None:
         """A full disk ends no group: the change is reported when there is room."""
