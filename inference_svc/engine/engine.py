@@ -31,6 +31,7 @@ from inference_svc.model.device_memory import keep_wired
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner, cell_limits
 from inference_svc.model.open_model import ModelArguments, OpenedModel, open_model
+from inference_svc.model.probing.compiling_apart import end_compiling
 
 ResultT = TypeVar("ResultT")
 # As `open_model`.
@@ -242,6 +243,7 @@ class Engine:
             nonlocal opened, worker
             opened, runner = opener(model, which, begin_phase)
             begin_phase("pool")
+            end_compiling()
             rules = _rules(opened.info, longest_gap_s, None if which.get("batch_invariant") else runner)
             most = _most_drafts(opened) if drafts.most is None else drafts.most
             rules = replace(rules, most_drafts=most, drafts_from_others=drafts.from_others)

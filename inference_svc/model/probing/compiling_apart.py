@@ -19,6 +19,7 @@ from inference_svc.kv.kept_files import named_for
 
 _OWN_PROCESSORS = 2  # of the engine
 _FEWEST, _MOST = 2, 12  # threads
+_running: list["subprocess.Popen[bytes]"] = []
 
 
 def begin_compiling(directory: Path, known: KeptChecks | None) -> None:
@@ -34,10 +35,23 @@ def begin_compiling(directory: Path, known: KeptChecks | None) -> None:
         Thread(target=_wait, args=given, name="compiling", daemon=True).start()
 
 
+def end_compiling() -> None:
+    """Before a card's free memory is counted: the process holds half a gigabyte of it."""
+    while _running:
+        process = _running.pop()
+        process.kill()
+        process.wait()
+
+
 def _wait(command: list[str], keep: Callable[[], None]) -> None:
     none = subprocess.DEVNULL
-    with contextlib.suppress(OSError):
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=none, stderr=none) as process:
-            process.wait()
-        if process.returncode >= 0:  # what failed would fail again
+    with (
+        contextlib.suppress(OSError),
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=none, stderr=none) as process,
+    ):
+        _running.append(process)
+        code = process.wait()
+        if was_running := process in _running:
+            _running.remove(process)
+        if code >= 0 or not was_running:  # a failure would come again
             keep()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from inference_svc.engine.engine import Engine
 from inference_svc.kv.attention.kept_checks import KeptChecks
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.model import kvasir_tiny
@@ -59,6 +60,20 @@ def test_programs_are_compiled_once_unless_the_process_was_killed(begun: list[li
     assert len(begun) == 3
     _begin(None)
     assert len(begun) == 3, "an engine that keeps nothing"
+
+
+def test_it_holds_no_memory_of_a_card_when_that_is_counted_and_is_not_begun_again(tmp_path: Path) -> None:
+    kept = list[str]()
+    command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    waiting = threading.Thread(target=compiling_apart._wait, args=(command, lambda: kept.append("done")))
+    waiting.start()
+    while not compiling_apart._running:
+        assert waiting.is_alive()
+    (process,) = compiling_apart._running
+    Engine.open(kvasir_tiny.path(), cache_dir=tmp_path, memory_budget_bytes=1 << 24).close()
+    waiting.join()
+    assert process.returncode == -9
+    assert kept == ["done"]
 
 
 @pytest.mark.parametrize("lacks", ["processors", "CUDA", "its target"])
