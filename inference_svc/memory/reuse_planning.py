@@ -5,7 +5,6 @@ hashes with what agents share. What the store cannot give is a miss with its rea
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Generic, TypeVar
 
 import structlog
 from kvasir.formats.block_file import FileBytes
@@ -14,18 +13,18 @@ from kvasir.formats.digest import Digest
 from kvasir.formats.layer_groups import keeps_all_tokens, row_groups
 from kvasir.server.shared_room import SharedRoom
 
-from inference_svc.engine.api import Cold, DamagedFile, Ended, Hot, Restored, RestoredWindow, Reuse, Started
+from inference_svc.engine.api import Cold, DamagedFile, Hot, Restored, RestoredWindow, Reuse
 from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory, StoredFiles, as_hot, off_loop
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recollection, unknown_token
-from inference_svc.memory.replaying import Runs, runs_of_turn
 from inference_svc.memory.restore_costs import RestoreCosts
+from inference_svc.memory.reuse_plan import Once, Prepared
 from inference_svc.memory.store.answers import StoreMiss
 from inference_svc.memory.store.patience import Budget
 from inference_svc.memory.store.reading import MOST_BYTES, BackgroundRead
 from inference_svc.memory.store.remote_cache import RemoteCache
-from inference_svc.memory.stored_windows import FoundPrefix, StoredWindow, blocks_seen, covers
+from inference_svc.memory.stored_windows import FoundPrefix, blocks_seen, covers
 from inference_svc.memory.swap_store import may_be_preempted
 from inference_svc.model.prompting import Prompting, Tokenized
 from inference_svc.text.prefix_matching import (
@@ -42,57 +41,6 @@ from inference_svc.text.token_ids import NO_CHARS, NO_TOKENS, TokenChars, TokenI
 _LOG = structlog.get_logger(__name__)
 _LONG_TOKENS = 8192  # hashing more tokens than these takes the event loop more than a millisecond or two
 FEWEST_RESTORED = 16  # to compute fewer tokens than these takes less time than to get their block from the store
-T = TypeVar("T")
-
-
-class Once(Generic[T]):
-    """A value that goes to its taker, and is not kept alive here."""
-
-    def __init__(self, value: T | None) -> None:
-        self._value = value
-
-    def take(self) -> T | None:
-        value, self._value = self._value, None
-        return value
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    text: str
-    tokens: Tokenized
-    kv: Once[Reuse]
-    source: Source
-    match: Outcome
-    miss: Miss | None
-    stored_blocks: tuple[Digest, ...]  # the leading full blocks of the prompt that the store already holds
-    stored_windows: Mapping[int, StoredWindow] = field(default_factory=dict)  # and, by window, blocks of those layers
-    shareable_tokens: int = 0  # of these blocks' tokens, leading ones whose rows every prefill makes
-    reading: BackgroundRead | None = None  # of the files that are reused
-    can_be_preempted: bool = False
-    runs: Runs | None = None  # of the memory that is reused
-
-    def stop_reading(self) -> None:
-        if self.reading is not None:
-            self.reading.stop()
-
-    def begun(self, started: Started) -> "Prepared":
-        """The same plan with only the stored blocks that the turn's KV still has. The engine may begin further back
-        than planned, and then computes rows of the last reply again; or it takes another agent's KV, which is the same
-        only where that was prefilled.
-        """
-        kept = min(started.cached_tokens, self.shareable_tokens) if started.is_shared else started.cached_tokens
-        read_miss = self.reading.miss if self.reading is not None else None
-        runs = () if started.is_shared else self.runs
-        return replace(self.kept(kept // BLOCK_TOKENS), miss=read_miss or self.miss, runs=runs)
-
-    def kept(self, blocks: int) -> "Prepared":
-        """The same plan with so many of the stored blocks at most: rows behind them are recomputed."""
-        windows = {window: stored.before(blocks) for window, stored in self.stored_windows.items()}
-        return replace(self, stored_blocks=self.stored_blocks[:blocks], stored_windows=windows)
-
-    def runs_after(self, turn: Ended) -> Runs | None:
-        """The runs of all rows that the turn left. None: it is not known how some of them were computed."""
-        return runs_of_turn(self.runs, turn.cached_tokens, turn.prompt_tokens, turn.state.decoded_to)
 
 
 @dataclass(frozen=True, slots=True)

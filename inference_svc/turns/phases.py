@@ -16,7 +16,7 @@ from inference_svc.memory.outcomes import Source
 from inference_svc.memory.publishing.block_stream import BlockStream
 from inference_svc.memory.publishing.copies import Pinning
 from inference_svc.memory.recall import Recollection
-from inference_svc.memory.reuse_planning import Once, Prepared
+from inference_svc.memory.reuse_plan import Once, Prepared
 from inference_svc.memory.store.answers import EventCursor
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.conversation import Dialogue

@@ -12,7 +12,8 @@ from kvasir.formats.manifest import tokens_within_chars
 from inference_svc.engine.api import DamagedFile, HotMemoryGone, Keeps, TurnPlan
 from inference_svc.engine.engine import Engine, check_fits
 from inference_svc.memory.recall import Recollection
-from inference_svc.memory.reuse_planning import NOTHING_REFUSED, Avoid, ComparedPrompt, Prepared
+from inference_svc.memory.reuse_plan import Prepared
+from inference_svc.memory.reuse_planning import NOTHING_REFUSED, Avoid, ComparedPrompt
 from inference_svc.memory.store.patience import Budget
 from inference_svc.turns.engine_parts import EngineParts
 from inference_svc.turns.phases import Planned, Prompted, Ran

@@ -13,7 +13,7 @@ from inference_svc.engine.engine import told_text
 from inference_svc.memory.lines.line_lease import MOVED
 from inference_svc.memory.outcomes import Source
 from inference_svc.memory.recall import NOTHING_REMEMBERED, Recollection
-from inference_svc.memory.reuse_planning import Once, Prepared
+from inference_svc.memory.reuse_plan import Once, Prepared
 from inference_svc.memory.store.answers import LEASE_TTL_S, NEVER_MOVED, EventCursor, LastMove, StoreMiss, Version
 from inference_svc.memory.store.patience import Budget
 from inference_svc.text.prefix_matching import Outcome

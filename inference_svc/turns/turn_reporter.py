@@ -20,7 +20,7 @@ from inference_svc.engine.engine import Engine
 from inference_svc.memory.outcomes import Source
 from inference_svc.memory.publishing.block_stream import BlockStream
 from inference_svc.memory.publishing.copies import Pinning
-from inference_svc.memory.reuse_planning import Once, Prepared
+from inference_svc.memory.reuse_plan import Once, Prepared
 from inference_svc.memory.swap_store import SwapRooms, SwapStore
 from inference_svc.text.replies.reply_parts import ReplyPart
 from inference_svc.text.token_ids import NO_TOKENS

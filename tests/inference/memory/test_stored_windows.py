@@ -17,7 +17,8 @@ from inference_svc.memory.lines.line_states import Stage, Standing
 from inference_svc.memory.outcomes import MissReason, Source
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.restore_costs import RestoreCosts
-from inference_svc.memory.reuse_planning import Avoid, ComparedPrompt, Prepared, ReusePlanner
+from inference_svc.memory.reuse_plan import Prepared
+from inference_svc.memory.reuse_planning import Avoid, ComparedPrompt, ReusePlanner
 from inference_svc.memory.store.answers import NO_HEAD, found_prefix
 from inference_svc.memory.stored_windows import FoundPrefix, StoredWindow, listed_windows, stored_windows
 from inference_svc.text.prefix_matching import RememberedText

@@ -6,7 +6,7 @@ from typing import Any
 
 from inference_svc.engine.api import Cold, Reuse
 from inference_svc.memory.lines.line_parts import LineParts
-from inference_svc.memory.reuse_planning import Prepared
+from inference_svc.memory.reuse_plan import Prepared
 from inference_svc.turns.engine_parts import EngineParts
 
 

@@ -35,7 +35,8 @@ from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.publishing.block_stream import BlockStream
 from inference_svc.memory.recall import Recall, Recollection
 from inference_svc.memory.restore_costs import RestoreCosts
-from inference_svc.memory.reuse_planning import ComparedPrompt, Once, Prepared
+from inference_svc.memory.reuse_plan import Once, Prepared
+from inference_svc.memory.reuse_planning import ComparedPrompt
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.memory.store.answers import EventCursor, Head
 from inference_svc.memory.stored_windows import StoredWindow
