@@ -4,10 +4,12 @@ The MLX thread only hands events over (`HandOff`). A reader that falls too far b
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from threading import Lock
+from typing import Any
 
 import structlog
 from kvasir import errors
@@ -40,22 +42,29 @@ class HandOff:
     """Carries events to their turns, from any thread: one wake-up of the loop for all of a step.
 
     A message for each token of many readers would keep the loop, and with it the interpreter, which the engine's thread
-    needs, for as long as a device's step. So their tokens come once in `LOOK_S`. No gap grows beyond that: tokens that
-    come later go on at once, and so do those of a reader who had none then.
+    needs, for as long as a device's step. So their tokens come once in `LOOK_S`, each reader's as one list. No gap
+    grows beyond that: tokens that come later go on at once, and so do those of a reader who had none then.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._waiting: list[tuple[Callable[..., None], tuple[object, ...], bool]] = []
+        self._waiting: list[tuple[Callable[..., None], list[Any], tuple[object, ...], bool]] = []
+        self._open: dict[Callable[..., None], list[Any]] = {}  # lists among these, which a reader's next tokens join
         self._lock = Lock()
         self._is_scheduled = False
         self._pause: asyncio.TimerHandle | None = None
         self._paused: set[Callable[..., None]] = set()  # until its end, tokens of these wait
 
-    def send(self, deliver: Callable[..., None], *values: object, can_wait: bool = False) -> None:
-        """`can_wait`: for the end of a pause. Other events take along all that waits."""
+    def send(self, deliver: Callable[..., None], events: list[Any], *about: object, can_wait: bool = False) -> None:
+        """`can_wait`: for the end of a pause; `deliver` may have more events then. Others take along all that waits."""
         with self._lock:
-            self._waiting.append((deliver, values, can_wait))
+            if can_wait and deliver in self._open:
+                self._open[deliver] += events
+            else:
+                self._waiting.append((deliver, events, about, can_wait))
+                self._open[deliver] = events
+            if not can_wait:
+                del self._open[deliver]
             if self._is_scheduled or (can_wait and deliver in self._paused) or self._loop.is_closed():
                 return
             self._is_scheduled = True
@@ -63,15 +72,15 @@ class HandOff:
 
     def _deliver(self) -> None:
         with self._lock:
-            batch, self._waiting = self._waiting, []
+            batch, self._waiting, self._open = self._waiting, [], {}
             self._is_scheduled = False
             if self._pause is not None:
                 self._pause.cancel()
-            readers = {deliver for deliver, _, can_wait in batch if can_wait}
+            readers = {deliver for deliver, _, _, can_wait in batch if can_wait}
             self._paused = readers if len(readers) > _FEW else set()
             self._pause = self._loop.call_later(LOOK_S, self._deliver) if self._paused else None
-        for deliver, values, _ in batch:
-            deliver(*values)
+        for deliver, events, about, _ in batch:
+            deliver(events, *about)
 
 
 class _Listener:
@@ -96,6 +105,21 @@ class _Listener:
                 prepared = self._prepared
                 pinning = self._stream.pin_rest(self._cuts, len(prepared.stored_blocks), prepared.stored_windows)
         self._hand_over(events, pinning, can_wait=can_wait)
+
+
+def _joined(events: Sequence[api.Event]) -> Sequence[api.Event]:
+    """Tokens that follow one another as one event: each takes the interpreter from the engine's thread for a while."""
+    joined: list[api.Event] = []
+    for _, same in groupby(events, type):
+        some = [*same]
+        tokens = [each for each in some if isinstance(each, api.Tokens)]
+        joined += [_as_one(tokens)] if len(tokens) > 1 else some
+    return joined
+
+
+def _as_one(parts: Sequence[api.Tokens]) -> api.Tokens:
+    ids, logprobs = (token for each in parts for token in each.ids), (one for each in parts for one in each.logprobs)
+    return api.Tokens(tuple(ids), "".join(each.text for each in parts), tuple(logprobs))
 
 
 def _cut(prepared: Prepared, event: api.Event) -> Prepared | None:
@@ -181,7 +205,7 @@ class TurnReporter:
 
     def _take(self, events: list[api.Event], pinning: Pinning | None) -> None:
         try:
-            for event in events:
+            for event in _joined(events):
                 if self._ran.done():
                     return
                 self._event(event)

@@ -12,7 +12,17 @@ from kvasir import errors
 from kvasir.cachestore.v1 import cachestore_pb2, manifest_pb2
 from kvasir.formats.digest import Digest
 
-from inference_svc.engine.api import AgentKey, Prefilled, SamplingParams, Started
+from inference_svc.engine.api import (
+    AgentKey,
+    BlocksFull,
+    Event,
+    Preempted,
+    Prefilled,
+    SamplingParams,
+    Started,
+    TokenLogprobs,
+    Tokens,
+)
 from inference_svc.memory.agent_memory import AgentMemory, Publication, StoredFiles, from_manifest
 from inference_svc.memory.lines.line_states import Stage, Standing
 from inference_svc.memory.lines.lines import Lines
@@ -409,7 +419,7 @@ async def test_a_step_of_many_turns_wakes_the_loop_once_and_keeps_each_turns_ord
         return real(*given)  # type: ignore[arg-type]
 
     loop.call_soon_threadsafe = counted  # type: ignore[method-assign, assignment]
-    handoff, heard = HandOff(loop), {number: [] for number in range(32)}
+    handoff, heard = HandOff(loop), {number: list[Prefilled]() for number in range(32)}
 
     def step() -> None:
         for done in range(3):
@@ -425,8 +435,8 @@ async def test_a_step_of_many_turns_wakes_the_loop_once_and_keeps_each_turns_ord
     assert all(events == [Prefilled(done, 3) for done in range(3)] for events in heard.values())
 
 
-def readers(count: int, heard: list[int]) -> list[Callable[[int], None]]:
-    return [lambda number, reader=reader: heard.append(number) for reader in range(count)]  # type: ignore[misc]
+def readers(count: int, heard: list[int]) -> list[Callable[[list[int]], None]]:
+    return [lambda numbers, reader=reader: heard.extend(numbers) for reader in range(count)]  # type: ignore[misc]
 
 
 def counted_steps(*steps: tuple[int, bool]) -> tuple[list[int], list[int]]:
@@ -437,7 +447,7 @@ def counted_steps(*steps: tuple[int, bool]) -> tuple[list[int], list[int]]:
         deliveries = readers(max(turns for turns, _ in steps), heard)
         for number, (turns, can_wait) in enumerate(steps):
             for deliver in deliveries[:turns]:
-                handoff.send(deliver, number, can_wait=can_wait)
+                handoff.send(deliver, [number], can_wait=can_wait)
             await asyncio.sleep(0)
             counts.append(len(heard))
         return counts, heard
@@ -455,7 +465,7 @@ async def test_many_tokens_of_one_reader_that_the_loop_takes_at_once_begin_no_pa
         if number is None:
             await asyncio.sleep(0)
         else:
-            handoff.send(heard.append, number, can_wait=True)
+            handoff.send(heard.extend, [number], can_wait=True)
     await asyncio.sleep(0)
     assert heard == [*range(11)]
 
@@ -466,7 +476,7 @@ def test_tokens_of_many_readers_wait_for_a_pause_but_not_behind_what_cannot_wait
     monkeypatch.setattr(turn_reporter, "LOOK_S", 60)
     counts, heard = counted_steps((5, True), (5, True), (1, False), (5, True), (1, False))
     assert counts == [5, 5, 11, 11, 17]
-    assert heard == sorted(heard)
+    assert heard == [0] * 5 + [1] * 5 + [2] + [3] * 5 + [4]
 
 
 def test_no_reader_waits_for_a_pause_that_others_began(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -478,13 +488,40 @@ def test_no_reader_waits_for_a_pause_that_others_began(monkeypatch: pytest.Monke
 
 async def test_tokens_that_wait_come_when_the_pause_ends() -> None:
     handoff, heard, last = HandOff(asyncio.get_running_loop()), list[int](), asyncio.Event()
+    deliveries = readers(5, heard)
     for number in range(3):
-        for deliver in readers(5, heard):
-            handoff.send(deliver, number, can_wait=True)
+        for deliver in deliveries:
+            handoff.send(deliver, [number], can_wait=True)
         await asyncio.sleep(0)
-    handoff.send(last.set, can_wait=True)
+    handoff.send(lambda _: last.set(), [3], can_wait=True)
     await asyncio.wait_for(last.wait(), 60)
-    assert heard == [0] * 5 + [1] * 5 + [2] * 5
+    assert heard == [0] * 5 + [1, 2] * 5
+
+
+async def test_a_reader_hears_its_tokens_in_lists_and_never_before_what_came_before_them() -> None:
+    handoff, heard = HandOff(asyncio.get_running_loop()), list[tuple[str, list[int], tuple[object, ...]]]()
+    ways = {name: lambda events, *about, name=name: heard.append((name, events, about)) for name in "ab"}
+    for name, number, about in [*[("a", 1, ()), ("b", 2, ())] * 2, ("a", 3, ("end",)), ("a", 4, ()), ("a", 5, ())]:
+        handoff.send(ways[name], [number], *about, can_wait=not about)  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    assert heard == [("a", [1, 1], ()), ("b", [2, 2], ()), ("a", [3], ("end",)), ("a", [4, 5], ())]
+
+
+def test_tokens_that_follow_one_another_are_one_event_with_their_log_probabilities() -> None:
+    odds = [TokenLogprobs(-1.0 * token) for token in range(5)]
+    one, two, three, four = (Tokens((token,), f"{token} ", (odds[token],)) for token in range(1, 5))
+    given: list[Event] = [
+        Started(2, queue_s=0.0, restore_s=0.0),
+        one,
+        two,
+        BlocksFull(1),
+        three,
+        four,
+        Preempted((), 3),
+    ]
+    joined = [Tokens((1, 2), "1 2 ", (*odds[1:3],)), Tokens((3, 4), "3 4 ", (*odds[3:],))]
+    assert turn_reporter._joined(given) == [given[0], joined[0], given[3], joined[1], given[-1]]
+    assert turn_reporter._joined([one]) == [one]
 
 
 # --- the price of a store ---
