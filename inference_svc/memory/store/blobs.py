@@ -138,9 +138,12 @@ class StoredBlobs:
         client = self._connection.clients.writing  # before work is done in vain
         handed = self._files.handed if self._files is not None and FEATURE in self._connection.features else None
         there: list[int] = []
+        bulk = self._connection.bulk
 
         def note(now: cachestore_pb2.TransferProgress) -> None:
-            if there and now.bytes_done > there[-1]:  # not the first report of a try: a disk that failed takes none
+            if there and now.bytes_done > there[-1]:
+                bulk.is_lost = False
+            if not bulk.is_lost:
                 self._connection.moved()
             there.append(now.bytes_done)
 
@@ -157,8 +160,12 @@ class StoredBlobs:
 
         with begun_ahead(handed, files) as ahead:
             digests = await (hashing or digests_of(files))
-            with self._connection.bulk.under_way():
-                return digests, await self._connection.noting(put(digests, ahead))
+            try:
+                with bulk.under_way():
+                    return digests, await self._connection.noting(put(digests, ahead))
+            except errors.Unavailable as error:
+                bulk.is_lost = error.reason == "DISK_FAILED"
+                raise
 
     async def renew(self, digests: Sequence[Digest], timeout_s: float) -> None:
         """Keep blobs that no manifest names for another grace period. Blobs that are gone do not come back."""

@@ -63,6 +63,7 @@ class BulkTraffic:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.calls = 0  # under way
         self.moved_s: float | None = None  # when some has last moved
+        self.is_lost = False  # the disk of the store failed: bytes that it takes have not moved until some are durable
         self._clock = clock
 
     @contextlib.contextmanager

@@ -143,16 +143,19 @@ async def test_a_store_that_answers_late_while_bulk_data_moves_is_there(
         await store.connection.close()
 
 
-@pytest.mark.parametrize(("retry_after_s", "tries"), [(60, 1), (1, 5), (None, 5)])
+@pytest.mark.parametrize(
+    ("reason", "retry_after_s", "tries"), [("DISK_FAILED", 60, 1), ("DISK_FAILED", 1, 5), ("STREAM_CUT", None, 5)]
+)
 async def test_bytes_that_a_store_refuses_again_and_again_have_not_moved_and_come_again_if_it_may_take_them_soon(
-    monkeypatch: pytest.MonkeyPatch, retry_after_s: float | None, tries: int
+    monkeypatch: pytest.MonkeyPatch, reason: str, retry_after_s: float | None, tries: int
 ) -> None:
-    """Else an engine that ends goes on trying, as long as bytes move."""
-    sent = list[object]()
+    """Else an engine that ends goes on trying, as long as bytes move. Those of a stream that was cut have moved."""
+    sent, now = list[object](), [0.0]
 
-    async def refused(_client: object, upload: object, _timeout_s: float) -> None:
+    async def refused(_client: object, upload: Any, _timeout_s: float) -> None:
         sent.append(upload)
-        raise errors.Unavailable("the disk failed", reason="DISK_FAILED", retry_after_s=retry_after_s)
+        upload._report()  # a frame was taken
+        raise errors.Unavailable("refused", reason=reason, retry_after_s=retry_after_s)
 
     async def all_of(_client: object, digests: list[Digest], **_how: object) -> list[Digest]:
         return digests
@@ -168,12 +171,13 @@ async def test_bytes_that_a_store_refuses_again_and_again_have_not_moved_and_com
     monkeypatch.setattr(AioStoreClient, "find_missing", all_of)
     monkeypatch.setattr(AioStoreClient, "_pause", at_once)
     async with asyncio.timeout(10), AioStoreClient.connect("127.0.0.1:1") as client:
-        store = RemoteCache(StoreClients(client, client, client), "default")
+        store = RemoteCache(StoreClients(client, client, client), "default", clock=lambda: now[0])
         assert await store.connection.answers()
         for _ in range(2):
+            now[0] += 60
             with pytest.raises(errors.Unavailable):
                 await store.blobs.write_tensors([b"some", b"files"], 5.0)
-        assert not store.connection.bulk.has_moved_within(60.0)
+        assert store.connection.bulk.has_moved_within(60.0) is (reason != "DISK_FAILED")
         assert len(sent) == 2 * tries
         await store.connection.close()
 
