@@ -200,17 +200,8 @@ async def serve(settings: StoreSettings) -> None:
         if not store.blobs.are_far:
             ahead = ReadingAhead(served, settings.read_ahead_bytes, lambda: edge.rpcs.calls[_RESUMED, "OK"])
             parts.running(ahead.run())
-        works: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
-            "collection": lambda: collect_regularly(store, threads, settings.gc_interval_s),
-            "claims": services.claims.run,
-            "moves": services.moves.keep,
-        }
         parts.running(Awake(lambda: any(edge.rpcs.open[rpc] for rpc in _KEEP_AWAKE)).run())
-        if settings.scrub_bytes_per_s:
-            speed, rest_s = settings.scrub_bytes_per_s, settings.scrub_every_s
-            scrub = BackgroundScrub(served, repairs.repair, bytes_per_s=speed, every_s=rest_s)
-            works["scrub"] = scrub.run
-        for name, work in works.items():
+        for name, work in _works(settings, store, served, services, repairs).items():
             parts.running(while_ours(store.has_job, threads, name, work))
         if store.is_shared:  # another store may collect for all, and does not know this one's parts
             parts.running(collect_own_regularly(store, threads, settings.gc_interval_s))
@@ -249,6 +240,21 @@ class Services:
         edge.add(add_to_server, self.store)
         edge.add(cachestore_pb2_grpc.add_AgentServiceServicer_to_server, self.agents)
         edge.add(cachestore_pb2_grpc.add_MovingServiceServicer_to_server, self.moving)
+
+
+def _works(
+    settings: StoreSettings, store: Store, served: AioStore, services: Services, repairs: Repairs
+) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
+    """The jobs that one of the stores over the same bytes does for all."""
+    works = {
+        "collection": lambda: collect_regularly(store, served.threads, settings.gc_interval_s),
+        "claims": services.claims.run,
+        "moves": services.moves.keep,
+    }
+    if settings.scrub_bytes_per_s:
+        speed, rest_s = settings.scrub_bytes_per_s, settings.scrub_every_s
+        works["scrub"] = BackgroundScrub(served, repairs.repair, bytes_per_s=speed, every_s=rest_s).run
+    return works
 
 
 def make_services(
