@@ -96,9 +96,7 @@ class Group:
             )
             for name, script in scripts.items()
         ]
-        self.supervisor = Supervisor(
-            services, say=say or self.said.append, clock=time.monotonic, policy=QUICK, grace_s=grace_s
-        )
+        self.supervisor = Supervisor(services, say=say or self.said.append, policy=QUICK, grace_s=grace_s)
         self.started = asyncio.Event()
 
     def _readiness(self, name: str):

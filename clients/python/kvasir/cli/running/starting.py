@@ -6,7 +6,6 @@ import os
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -37,7 +36,6 @@ async def run_group(caller: Caller, plan: Plan, descriptor: int, http_remark: st
     supervisor = Supervisor(
         [each.service() for each in plan.started],
         say=caller.note,
-        clock=time.monotonic,
         keep_descriptor=descriptor,
         ahead=begun_engine(),
     )

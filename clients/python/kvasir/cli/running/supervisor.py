@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import signal
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -69,7 +70,6 @@ class Supervisor:
         services: Sequence[Service],
         *,
         say: Callable[[str], None],
-        clock: Callable[[], float],
         policy: RestartPolicy | None = None,
         grace_s: float = GRACE_S,
         keep_descriptor: int | None = None,
@@ -79,7 +79,6 @@ class Supervisor:
         `ahead`: has begun, and becomes the engine's first process."""
         self._children = [_Child(service) for service in services]
         self._tell = say
-        self._clock = clock
         self._policy = policy or RestartPolicy()
         self._grace_s = grace_s
         self._keep = () if keep_descriptor is None else (keep_descriptor,)
@@ -138,15 +137,15 @@ class Supervisor:
 
     async def _watch_answers(self, child: _Child) -> None:
         """Report that a service hangs. It is not killed for it: what it computes may only be slow."""
-        answered, is_silent = self._clock(), False
+        answered, is_silent = time.monotonic(), False
         while True:
             await asyncio.sleep(self._policy.look_every_s)
             if child.is_starting or await child.service.is_ready():
-                answered = self._clock()
+                answered = time.monotonic()
                 if is_silent:
                     self._say(f"{child.service.name} answers again")
                 is_silent = False
-            elif not is_silent and self._clock() - answered > self._policy.silent_after_s:
+            elif not is_silent and time.monotonic() - answered > self._policy.silent_after_s:
                 is_silent = True
                 pid = child.process.pid if child.process is not None else 0
                 self._say(
@@ -178,7 +177,7 @@ class Supervisor:
 
     async def _begin(self, child: _Child) -> None:
         service = child.service
-        child.is_starting, child.began = True, self._clock()
+        child.is_starting, child.began = True, time.monotonic()
         rotate_log(service.log_file)
         with service.log_file.open("ab") as log, hangups_wait():
             service.log_file.chmod(0o600)
@@ -224,7 +223,7 @@ class Supervisor:
             if process.returncode is not None:
                 what = f"{service.name} ended with {ending(process.returncode)} at its start"
                 raise self._failed(child, what, NotStartedError)
-            if self._clock() - child.began > service.ready_within_s:
+            if time.monotonic() - child.began > service.ready_within_s:
                 process.kill()
                 await process.wait()
                 what = f"{service.name} was not ready within {service.ready_within_s:g} s"
@@ -232,7 +231,7 @@ class Supervisor:
             await asyncio.sleep(LOOK_S)
         child.is_starting = False
         phases = service.start_in_words()
-        took = f"{self._clock() - child.began:.1f} s{': ' if phases else ''}{phases}"
+        took = f"{time.monotonic() - child.began:.1f} s{': ' if phases else ''}{phases}"
         self._say(f"{service.name} is ready (pid {process.pid}, {took})")
 
     async def _keep_running(self, child: _Child) -> None:
@@ -252,7 +251,7 @@ class Supervisor:
 
     def _next_delay_s(self, child: _Child, what: str) -> float:
         """How long to wait before a restart. Raises Unavailable when there were too many."""
-        now = self._clock()
+        now = time.monotonic()
         child.crashes.append(now)
         while child.crashes[0] < now - self._policy.within_s:
             child.crashes.popleft()
