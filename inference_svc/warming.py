@@ -177,13 +177,13 @@ def _run_each_kernel(engine: Engine) -> None:
 def _soon_graphs(engine: Engine) -> Collection[tuple[int, int, int]]:
     """Those that are needed first: of a crowd whose turns begin one after the other, which makes a dozen of them if it
     comes at once; and of deep restored turns. A pass's takes 40 to 60 ms, also that of the last prompt's last block; a
-    step's 9.
+    step's 9, so theirs come first: a lone turn that comes at once waits for one of them at most.
     """
     depths = _depths(engine)
     shallow, deep = (list(product([0], [depth], _CROWDS_ROWS[:3])) for depth in (0, depths[:2][-1]))
     passes = list(product([ROW_TOKENS], depths[:1], _FIRST_PACKED))
     passes.insert(2, (KEPT_TOKENS[-1], 0, 1))
-    crowd = dict.fromkeys((*deep, *passes[:5], *shallow, *passes)) if _rounds_rows(engine) else ()
+    crowd = dict.fromkeys((*deep, *shallow, *passes)) if _rounds_rows(engine) else ()
     return (*crowd, *product((_QUESTION_TOKENS, 0), [depth for depth in depths if depth >= _DEEP_TOKENS], [1]))
 
 
