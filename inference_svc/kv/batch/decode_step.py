@@ -120,7 +120,10 @@ class DecodeStep:
         """Give each sequence private pages for its new rows, `counts` of them, or one. `rows`: at least so many. Raises
         ResourceExhausted, and has changed nothing.
         """
-        slot_of, lengths = _places_of(sequences, counts or (1,) * len(sequences))
+        if counts:
+            slot_of, lengths = _places_of(sequences, counts)
+        else:
+            slot_of, lengths = tuple(range(len(sequences))), tuple([kv.length for kv in sequences])
         rows = max(rows, len(lengths))
         return cls(tuple(sequences), slot_of, lengths, _groups_of(pool, sequences, slot_of, lengths, rows), rows)
 
@@ -226,7 +229,10 @@ def _writable_pages(
     tables = [sequences[slot].tables[number] for number, slot, _ in places]
     # All or none: a sequence with a new page that its rows were not copied to would have lost them.
     held = [table.pages.get(block) for table, (_, _, block) in zip(tables, places, strict=True)]
-    pages = dict(zip(places, pool.private_pages(held), strict=True))
+    found = pool.private_pages(held)
+    if found == held and len(places) == len(rows):  # most steps
+        return found
+    pages = dict(zip(places, found, strict=True))
     for place, table, old in zip(places, tables, held, strict=True):
         _, slot, block = place
         if pages[place] != old:

@@ -132,16 +132,20 @@ class KvPool:
         nobody else holds, and new ones, with the content of a shared one. Of two tables that share a page, the second
         keeps it. Raises ResourceExhausted, and has changed nothing, if the pool has no room.
         """
-        holders = {page: self.allocator.holders(page) for page in held if page is not None}
-        is_own = []
-        for page in held:
-            is_own.append(page is not None and holders[page] == 1)
-            if page is not None:
-                holders[page] -= 1
-        new = [] if all(is_own) else self.take(is_own.count(False))
-        rest = iter(new)
-        pages = [page if page is not None and own else next(rest) for page, own in zip(held, is_own, strict=True)]
+        pages, new = [page for page in held if page is not None and self.allocator.holders(page) == 1], list[int]()
+        if len(pages) < len(held):  # in few steps
+            holders = {page: self.allocator.holders(page) for page in held if page is not None}
+            is_own = []
+            for page in held:
+                is_own.append(page is not None and holders[page] == 1)
+                if page is not None:
+                    holders[page] -= 1
+            new = [] if all(is_own) else self.take(is_own.count(False))
+            rest = iter(new)
+            pages = [page if page is not None and own else next(rest) for page, own in zip(held, is_own, strict=True)]
         self._await_readers(pages)
+        if not new and pages == held:
+            return pages
         copied = [(old, page) for old, page in zip(held, pages, strict=True) if old is not None and old != page]
         try:
             self.copy_pages([old for old, _ in copied], [page for _, page in copied])
