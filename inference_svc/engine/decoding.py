@@ -75,7 +75,8 @@ class Decoder:
         last = self._launched[-1] if self._launched else None
         if last is None:
             return False
-        waits = any(each.sampler is not None and each.sampler.waits_for_last_token for each in last.order)
+        samplers = [each.sampler for each in last.order if each.sampler is not None and each.sampler.may_wait]
+        waits = any(sampler.waits_for_last_token for sampler in samplers)
         return waits or not self.looks_ahead or self._drafter.may_draft(last.order)
 
     def step(self, decoding: Collection[Sequence], *, reads_all: bool = False) -> list[Decoded]:
@@ -104,8 +105,7 @@ class Decoder:
     ) -> None:
         """Enqueue one more token of each sequence, its drafts behind it, and wait for nothing."""
         pending = self._launched[-1] if self._launched else None
-        next_places = ((sequence, _next_place(sequence, pending)) for sequence in decoding)
-        places = {sequence: place for sequence, place in next_places if place is not None}
+        places = {each: place for each in decoding if (place := _next_place(each, pending)) is not None}
         order = self._joined(places)
         if not order:
             return
@@ -113,7 +113,7 @@ class Decoder:
         inputs = _inputs(order, places, pending, tried, self.batch.numbers)
         logits = self.batch.step(inputs, [1 + len(each) for each in tried] or None)
         self.computed += sum(not sequence.plan.is_own for sequence in order)
-        is_drawn = tuple(places[sequence] >= len(sequence.token_ids) - 1 for sequence in order)
+        is_drawn = tuple([places[sequence] >= len(sequence.token_ids) - 1 for sequence in order])
         samplers = [
             sequence.sampler if drawn and sequence.finish_reason is None and sequence.sampler else self._no_draw
             for sequence, drawn in zip(order, is_drawn, strict=True)

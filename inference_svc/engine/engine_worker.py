@@ -340,7 +340,7 @@ class EngineWorker:
         turns that do not remember that token. Returns whether any finished. At a step's end, so that a listener's
         request for the turn's snapshot is served before the next step admits a turn that may need the room.
         """
-        generated = [sequence for sequence in self._with_kv if sequence.finish_reason is not None]
+        generated = [each for each in self._turns if each.kv is not None and each.finish_reason is not None]
         ending = [each for each in generated if not each.plan.leaves_memory or each.remembered <= each.cells.computed]
         for sequence in ending:
             self._finish(sequence)

@@ -51,7 +51,7 @@ class ReplyText:
         self._max_tokens = sampling.max_tokens
         self._stop_token_ids = {*end_token_ids, *sampling.stop_token_ids}
         self._stream = token_text.stream()
-        self._scanner = StopScanner(sampling.stop)
+        self._scanner, self._has_stops = StopScanner(sampling.stop), bool(sampling.stop)
         self._visible: list[str] = []
         self._spelled: list[str] = []  # by generated token
         self._is_whole: list[bool] = []  # by generated token: whether a character ends with it
@@ -83,8 +83,8 @@ class ReplyText:
             self.finish_reason = FinishReason.STOP
             visible = self._scanner.rest()
         else:
-            visible = self._scanner.push(text)
-            if self._scanner.matched is not None:
+            visible = self._scanner.push(text) if self._has_stops else text
+            if self._has_stops and self._scanner.matched is not None:
                 self.finish_reason = FinishReason.STOP_SEQUENCE
             elif len(self._spelled) >= self._max_tokens:
                 self.finish_reason = FinishReason.LENGTH

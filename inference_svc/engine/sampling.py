@@ -64,9 +64,12 @@ class Sampler:
         self._counts_reply = bool(params.frequency_penalty or params.presence_penalty)
         self._drawn_before = reply_ids if self._counts_reply else ()
         self._counts: mx.array | None = None  # of each token in the reply, once the vocabulary's size is known
+        self.may_wait = constraint is not None or self._recent is not None or watch is not None  # for the last token
         self._is_shaped = constraint is not None or self._recent is not None or self._counts_reply
         self._is_shaped |= bool(params.logit_bias)
-        draws_freely = not (self._is_greedy or self._is_shaped or watch is not None or params.logprobs is not None)
+        needs_more = self._is_shaped or params.logprobs is not None
+        self._takes_likeliest = self._is_greedy and not needs_more
+        draws_freely = not (self._is_greedy or needs_more or watch is not None)
         # Samplers with the same settings draw together: from logits and a key alone. None: it draws by itself.
         self.shared_settings = (params.temperature, params.top_p, params.min_p, params.top_k) if draws_freely else None
 
@@ -92,7 +95,7 @@ class Sampler:
     def is_plain(self) -> bool:
         """Whether it takes the likeliest token and needs no other value."""
         is_free = self._watch is None or (self._watch.forced is None and self._watch.banned is None)
-        return self._is_greedy and not self._is_shaped and self._params.logprobs is None and is_free
+        return self._takes_likeliest and is_free
 
     @property
     def takes_drafts(self) -> bool:
@@ -288,7 +291,14 @@ class Draws:
         tokens, sound = self._numbers()
         if len(self._planned) == len(self._samplers):  # no drafts; one that is not tried has a row, too
             rows = zip(self._samplers, tokens, sound, self._planned, strict=True)
-            return [[_drawn(*row)] for row in rows]
+            return [
+                [
+                    Drawn(token)
+                    if is_sound and not (planned or sampler.may_wait)
+                    else _drawn(sampler, token, is_sound, planned)
+                ]
+                for sampler, token, is_sound, planned in rows
+            ]
         return [
             self._read_one(sampler, first, tried, tokens, sound)
             for sampler, first, tried in zip(self._samplers, self._first_rows, self._drafts, strict=True)
@@ -320,6 +330,8 @@ class Draws:
 
     def _groups(self) -> list[dict[Sampler, int]]:
         """Samplers that draw together, with their rows; none that draws several times, each time with another key."""
+        if all(sampler.shared_settings is None for sampler in self._samplers):
+            return []
         groups, times = defaultdict[object, dict[Sampler, int]](dict), Counter(self._samplers)
         for sampler, first, tried in zip(self._samplers, self._first_rows, self._drafts, strict=True):
             if sampler.shared_settings is not None and not tried and times[sampler] == 1:

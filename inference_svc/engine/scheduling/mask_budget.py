@@ -39,6 +39,9 @@ class MaskBudget(Generic[TurnT]):
         """
         self._steps += 1
         masked = [turn for turn in decoding if turn.is_masked]
+        if not masked and not self._rows:  # most steps
+            self._purses = {}
+            return tuple(decoding)
         known = {turn: row for turn, row in self._rows.items() if turn in present}
         self._rows = {**known, **{turn: _MaskRecord() for turn in masked if turn not in known}}
         wanting = {turn.namespace for turn in masked}
