@@ -118,6 +118,7 @@ PROBES: dict[str, Callable[[Store, SyntheticSnapshot], object]] = {
 WHOLE_STORE = {
     *("open", "close", "events.watching", "owners.unfinished", "owners.known", "owners.rename_peers"),
     *("care.scrub", "care.known_damage", "care.check", "care.collect_own", "care.expire_agents", "has_job"),
+    *("care.used_last", "care.read_ahead"),
     *("statistics.counted", "statistics.totals", "statistics.ailments", "statistics.written"),
 }
 # These leave something of ours, or see that others were counted: each gets a store of its own.

@@ -263,6 +263,7 @@ def live_by_every_verb(store: Store, watch: Watch, clock: Clock) -> None:
     assert store._core.catalog.read(NS, lambda view: view.listed_hashes([turns[0].digests[0].hash]))
     store._core.catalog.write(NS, lambda change: change.hold_again(turns[0].manifest_digest, turns[0].digests))
     store.care.expire_agents(ClockReading(clock(), clock.steady()))
+    assert store.care.read_ahead((namespace, manifest) for namespace, manifest, _ in store.care.used_last())
     store.care.scrubbing.load(), store.care.scrubbing.begin(), store.care.scrubbing.next()
     store.agents.delete(NS, AGENT + "-2")
     store.care.collect_garbage(dry_run=True), store.care.collect_garbage()
