@@ -23,7 +23,7 @@ class KeptMethods:
         self._kept: dict[str, FunctionType] = {}
         self._used = dict[str, None]()
         with suppress(Exception):  # each start compiles them, then
-            if is_this_users(folder) and Path(cache_from_source(str(self._path))).is_file():
+            if Path(cache_from_source(str(self._path))).is_file():
                 self._kept = self._loaded()
 
     def execute(self, text: str, names: dict[str, Any], found: dict[str, Any]) -> None:
@@ -44,6 +44,9 @@ class KeptMethods:
             self._loaded()
 
     def _loaded(self) -> dict[str, FunctionType]:
+        """Runs the module, where nobody else may have written it."""
+        if not is_this_users(self._path.parent):
+            return {}
         loader, found = SourceFileLoader("kept_methods_of_dataclasses", str(self._path)), dict[str, Any]()
         code: Any = loader.get_code(loader.name)
         exec(code, found)  # noqa: S102

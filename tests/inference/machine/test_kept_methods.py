@@ -81,7 +81,13 @@ def test_methods_that_others_may_write_are_not_believed(folder: Path) -> None:
     first.keep()
     assert KeptMethods(folder)._kept
     folder.chmod(0o770)
-    assert not KeptMethods(folder)._kept
+    [path] = folder.glob("*.py")
+    path.write_text(f"open({str(folder / 'ran')!r}, 'w')\n")
+    refused = KeptMethods(folder)
+    assert not refused._kept
+    refused.execute("def __create_fn__():\n return 2", {}, {})
+    refused.keep()
+    assert not (folder / "ran").exists()
 
 
 @pytest.mark.parametrize("content", ["KEPT = {", ""])
