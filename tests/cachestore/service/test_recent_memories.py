@@ -102,6 +102,19 @@ def test_a_memory_that_somebody_wants_has_the_disk_for_itself(tmp_path: Path, mo
     assert sorted(disk.read_names) == sorted(name for memory in MEMORIES.values() for name in names_of(memory))
 
 
+def test_a_container_has_memory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab, disk = Lab(tmp_path / "data"), SeenDisk()
+    fill(lab, "a", "a", "a")
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(reading_ahead, "_CONTAINER", limit)
+    for text, memories in ((str(8 * size_of(MEMORIES["eve"])), 1), ("max", 3)):
+        limit.write_text(text + "\n")
+        with lab.open(disk) as store:
+            disk.read_names.clear()
+            read_ahead(store, None)
+        assert len(disk.read_names) == sum(len(names_of(memory)) for memory in list(MEMORIES.values())[-memories:])
+
+
 def test_a_blob_that_many_share_is_read_once_and_nothing_when_nothing_may_be(tmp_path: Path) -> None:
     lab, disk = Lab(tmp_path), SeenDisk()
     fill(lab, "a", "a", "a")
