@@ -36,7 +36,7 @@ class KeptMethods:
 
     def keep(self) -> None:
         """Write and compile the texts that were used, if some of them are new."""
-        texts = [text for text in self._used if text.startswith(_BEGINS)]
+        texts = [text for text in [*self._used] if text.startswith(_BEGINS)]
         if self._kept.keys() >= set(texts):
             return
         with suppress(Exception):

@@ -21,7 +21,7 @@ _upstream: Any = getattr(base, _NAME)
 
 def install() -> None:
     """Take the place of attention in loaded models' modules, and in `base` for later ones. Idempotent."""
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():  # other threads import meanwhile
         if name.startswith(_MODELS) and getattr(module, _NAME, None) is _upstream:
             setattr(module, _NAME, attention)
 
