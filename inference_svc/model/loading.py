@@ -153,8 +153,7 @@ def load(
         texts = text_identities(directory)
         model, config = mlx_lm.utils.load_model(directory, lazy=True, get_model_classes=classes)
         model.__dict__.pop("sanitize", None)
-        if compute_type is None and device() == "cpu":
-            compute_type = "float32"
+        compute_type = compute_type or ("float32" if device() == "cpu" else None)
         placement = _compute(model, compute_type, placement, choice, decodes=decodes)
     return LoadedModel(model, reading, config, placement, files, texts, choice, digests)
 
