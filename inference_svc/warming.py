@@ -15,7 +15,7 @@ from kvasir.waits import LOOK_S, RETRY_S, SOON_S, WORK_S
 from inference_svc.engine import api
 from inference_svc.engine.engine import Engine
 from inference_svc.kv.batch.decode_step import table_width
-from inference_svc.kv.batch.packed_pass import ROW_TOKENS
+from inference_svc.kv.batch.packed_pass import ROW_TOKENS, rows_of_graph
 from inference_svc.kv.batch.short_pass import KEPT_TOKENS
 from inference_svc.kv.page import PAGE_TOKENS
 from inference_svc.model.prompting import Prompting
@@ -31,8 +31,8 @@ _QUESTION_TOKENS = 48  # of a pass that a restored agent's turn begins with, mos
 _LONG_PROMPT = 32_768
 _DEEP_TOKENS = 16_384  # to restore more takes 0.1 s and longer, beside which a graph's 15 ms are little
 _CROWDS_ROWS = (2, 4, 8, 16, 32, 64)  # of steps that decode a crowd
-_FIRST_PACKED = (20, 16, 8, 12, 4, 24, 10, 6)  # of most passes over its prompts, beside streams
-_PACKED_ROWS = range(2, 34, 2)  # all: up to a whole cell
+_FIRST_PACKED = (20, 16, 8, 12, 4, 24, 6)  # of most passes over its prompts, beside streams
+_PACKED_ROWS = tuple(dict.fromkeys(map(rows_of_graph, range(1, 33))))  # all: up to a whole cell
 _CROWD = 8
 _PACE_STEPS = 8  # behind a whole cell, whose times and theirs pace a first crowd
 _CROWD_REPLY = 24  # tokens: the first still decodes when the last one begins to

@@ -1,6 +1,6 @@
 """Cells of several sequences in one pass: each is cut into rows of equal length, and all rows are a batch over pages.
-Only a cell's first row is filled up, in front; these tokens are neither written nor read (`short_pass`). Rows are
-even in number, so that there are fewer graphs.
+Only a cell's first row is filled up, in front; these tokens are neither written nor read (`short_pass`). The number of
+rows is one of few (`rows_of_graph`), so that there are fewer graphs.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,6 +20,7 @@ from inference_svc.kv.sequence_kv import PassRoom, SequenceKV
 # Attention goes over a row's tokens once for all its queries; with half as many a block of the kernels is half empty.
 ROW_TOKENS = 64
 _NO_WINDOW = 1 << 30
+_FEW_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,14 @@ def most_packed_tokens(identity: identity_pb2.KvIdentity, dialect: Dialect | Non
     if most_kept_tokens(identity, dialect, compute_type) < ROW_TOKENS:
         return 0
     return min(group.window - 1 if group.window else _NO_WINDOW for group in groups_of(identity.layers))
+
+
+def rows_of_graph(rows: int) -> int:
+    """Of the graph that computes so many rows. A graph's first pass takes 20 to 40 ms longer on an H200, and streams
+    wait; of more than `_FEW_ROWS` a pass takes as long as one of the next multiple of four.
+    """
+    step = 2 if rows <= _FEW_ROWS else 4
+    return -(-rows // step) * step
 
 
 def can_pack(kv: SequenceKV, count: int) -> bool:
@@ -92,7 +101,7 @@ def _computed(passes: ShortPass, cells: Sequence[Cell], rooms: Sequence[PassRoom
         last_rows.append(len(offsets) - 1)
         for group, table, pages in zip(tables, cell.kv.tables, room.pages, strict=True):
             group += [BlockTable(0, table.pages | pages).padded(width)] * len(rows)
-    if len(offsets) % 2:  # a row of nobody's
+    for _ in range(rows_of_graph(len(offsets)) - len(offsets)):  # rows of nobody's
         tokens += [0] * ROW_TOKENS
         places += [-1] * ROW_TOKENS
         offsets.append(-ROW_TOKENS)

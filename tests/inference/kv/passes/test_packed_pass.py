@@ -47,7 +47,7 @@ pytestmark = needs_compiler
 
 TOKENS = tokens_of(1600, 1)
 # Tokens of each sequence before, and of its cell: whole rows, parts of one, over an edge of blocks.
-BEFORE, CELLS = (0, 0, 300, 250), (70, 64, 20, 90)
+BEFORE, CELLS = (0, 0, 300, 250, 10), (70, 64, 20, 90, 130)  # nine rows: three more are nobody's
 
 
 @pytest.fixture(autouse=True)
@@ -143,11 +143,11 @@ def test_cells_that_begin_in_one_shared_tail_get_copies_of_it(tmp_path: Path) ->
 
 
 @pytest.mark.long(3)
-@pytest.mark.parametrize(("counts", "rows"), [((70,), 2), ((130, 20), 4)])
+@pytest.mark.parametrize(("counts", "rows"), [((70,), 2), ((130, 20), 4), ((500, 60), 12)])
 def test_a_packed_graph_kept_ahead_is_the_one_that_cells_need(
     counts: tuple[int, ...], rows: int, tmp_path: Path
 ) -> None:
-    """Of an even number of rows: of three one is nobody's. It writes a page that is free again, and no other."""
+    """Of three rows a fourth is nobody's, of nine three are. It writes a page that is free again, and no other."""
     packing, asked = Packing(write_family(tmp_path, ALL["qwen3"])), list[object]()
     memory = packing.begun(TOKENS[:100])
     traced, before = packing.passes._traced, stored(memory)
