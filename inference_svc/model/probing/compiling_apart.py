@@ -31,8 +31,7 @@ def begin_compiling(directory: Path, known: KeptChecks | None) -> None:
     name = f"programs for {named_for(config)}"
     if not known.is_right(name) and (target := device_target()) is not None:
         command = [sys.executable, "-Pm", "inference_svc.model.probing.played_start", str(directory), target]
-        given = [*command, str(threads)], lambda: known.keep_right(name)
-        Thread(target=_wait, args=given, name="compiling", daemon=True).start()
+        _begin([*command, str(threads)], lambda: known.keep_right(name))
 
 
 def end_compiling() -> None:
@@ -43,13 +42,16 @@ def end_compiling() -> None:
         process.wait()
 
 
-def _wait(command: list[str], keep: Callable[[], None]) -> None:
+def _begin(command: list[str], keep: Callable[[], None]) -> None:
     none = subprocess.DEVNULL
-    with (
-        contextlib.suppress(OSError),
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=none, stderr=none) as process,
-    ):
+    with contextlib.suppress(OSError):
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=none, stderr=none)
         _running.append(process)
+        Thread(target=_wait, args=(process, keep), name="compiling", daemon=True).start()
+
+
+def _wait(process: "subprocess.Popen[bytes]", keep: Callable[[], None]) -> None:
+    with process:
         code = process.wait()
         if was_running := process in _running:
             _running.remove(process)

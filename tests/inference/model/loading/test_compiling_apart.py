@@ -27,25 +27,27 @@ _PLAYED = (sys.executable, "-Pm", "inference_svc.model.probing.played_start", st
 def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
     """The commands that were begun on a device with CUDA. Instead, the first is killed, and others fail."""
     found = list[list[str]]()
-    wait = compiling_apart._wait
+    begin = compiling_apart._begin
 
     def of_another(command: list[str], keep: object) -> None:
         found.append(command)
         end = "os.kill(os.getpid(), 9)" if len(found) == 1 else "os._exit(1)"
-        wait([sys.executable, "-c", f"import os; {end}"], keep)  # type: ignore[arg-type]
+        begin([sys.executable, "-c", f"import os; {end}"], keep)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(compiling_apart, "_wait", of_another)
+    monkeypatch.setattr(compiling_apart, "_begin", of_another)
     monkeypatch.setattr(compiling_apart, "device_dialect", lambda: Dialect.CUDA)
     monkeypatch.setattr(compiling_apart, "device_target", lambda: "sm_90")
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     yield found
-    for thread in threading.enumerate():
-        if thread.name == "compiling":
-            thread.join()
+    _join()
 
 
 def _begin(known: KeptChecks | None) -> None:
     begin_compiling(kvasir_tiny.path(), known)
+    _join()
+
+
+def _join() -> None:
     for thread in threading.enumerate():
         if thread.name == "compiling":
             thread.join()
@@ -65,13 +67,10 @@ def test_programs_are_compiled_once_unless_the_process_was_killed(begun: list[li
 def test_it_holds_no_memory_of_a_card_when_that_is_counted_and_is_not_begun_again(tmp_path: Path) -> None:
     kept = list[str]()
     command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
-    waiting = threading.Thread(target=compiling_apart._wait, args=(command, lambda: kept.append("done")))
-    waiting.start()
-    while not compiling_apart._running:
-        assert waiting.is_alive()
+    compiling_apart._begin(command, lambda: kept.append("done"))
     (process,) = compiling_apart._running
     Engine.open(kvasir_tiny.path(), cache_dir=tmp_path, memory_budget_bytes=1 << 24).close()
-    waiting.join()
+    _join()
     assert process.returncode == -9
     assert kept == ["done"]
 
