@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kvasir.cli.own_services.engine_ahead import EngineAhead
+from kvasir.cli.own_services.engine_ahead import EngineAhead, hangups_wait
 from kvasir.cli.running.health import STORE_SERVICE, is_ready
 from kvasir.cli.running.holding import Patience
 from kvasir.cli.running.home import Endpoint
@@ -194,6 +194,22 @@ async def test_a_hangup_that_comes_while_a_service_begins_is_heard_when_it_can_b
     group.supervisor.stop()
     await run
     assert not any("SIGHUP" in line for line in group.said), group.said
+
+
+@pytest.mark.parametrize("before", [signal.SIG_BLOCK, signal.SIG_UNBLOCK])
+def test_hangups_are_blocked_where_they_were_when_two_services_have_begun(before: int) -> None:
+    own = signal.pthread_sigmask(before, {signal.SIGHUP})
+    try:
+        began = signal.pthread_sigmask(before, ())
+        waiting = [hangups_wait(), hangups_wait()]
+        for each in waiting:
+            each.__enter__()
+        for each in waiting:
+            assert signal.SIGHUP in signal.pthread_sigmask(before, ())
+            each.__exit__(None, None, None)
+        assert signal.pthread_sigmask(before, ()) == began
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, own)
 
 
 async def test_a_crash_while_the_disk_is_full_is_repaired_like_any_other(tmp_path: Path) -> None:

@@ -86,14 +86,17 @@ class Adopted:
             self._loop.call_soon_threadsafe(self._ended.set_result, code)
 
 
+_masks: list[set[int]] = []  # services begin at once
+
+
 @contextlib.contextmanager
 def hangups_wait() -> Iterator[None]:
     """A process that starts meanwhile gets a SIGHUP once `Reloading.on_hangup` lets it in, and does not end by it."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    _masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP}))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
+        signal.pthread_sigmask(signal.SIG_SETMASK, _masks.pop())  # whichever ends last restores what was first
 
 
 _begun: list[EngineAhead] = []
