@@ -5,9 +5,12 @@ its content depends on, and written whole, so processes share them.
 import os
 import stat
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+
+from kvasir.waits import WORK_S
 
 _DIGEST_BYTES = 16
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -67,11 +70,21 @@ def _keep(path: Path, content: bytes) -> None:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
+                remove_left(temp)
                 temp.replace(path)
             except OSError:
                 temp.unlink(missing_ok=True)
     except OSError:
         return
+
+
+def remove_left(temp: Path) -> None:
+    """Remove what killed writers left beside a file that was just written. None takes an hour."""
+    now_s = temp.stat().st_mtime
+    for path in temp.parent.glob(f"{tempfile.gettempprefix()}*"):
+        with suppress(OSError):  # others remove them, too
+            if path.stat().st_mtime < now_s - 30 * WORK_S:
+                path.unlink()
 
 
 def is_this_users(folder: Path) -> bool:

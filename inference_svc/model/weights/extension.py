@@ -15,7 +15,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from inference_svc.kv.kept_files import is_this_users
+from inference_svc.kv.kept_files import is_this_users, remove_left
 
 _SOURCE = Path(__file__).parent / "mapping.cpp"
 _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared")
@@ -134,6 +134,7 @@ def _compile(compiler: str, kept: Path) -> None:
             raise NoExtension(f"{kept} may be written by others")
         with tempfile.NamedTemporaryFile(dir=kept, suffix=".part", delete=False) as file:
             part = Path(file.name)
+        remove_left(part)
     except OSError as error:
         raise NoExtension(f"it cannot be kept: {error}") from None
     mlx, problems = _mlx_directory(), list[str]()

@@ -1,5 +1,6 @@
 """Files of a user's cache are believed where they are whole and nobody else can write them."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,21 @@ def test_what_is_kept_comes_back(path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
     assert kept_bytes(path.with_name("another")) is None
+
+
+def test_files_that_a_killed_writer_left_are_removed_after_an_hour(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(_: int) -> None:
+        raise SystemExit
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "fsync", killed)
+        for _ in range(2):
+            with pytest.raises(SystemExit):
+                keep_bytes(path, b"of others")
+    left, young = (each for each in path.parent.iterdir() if each != path)
+    os.utime(left, (0, left.stat().st_mtime - 3700))
+    keep_bytes(path.with_name("another"), KEPT)
+    assert sorted(path.parent.iterdir()) == sorted([path, path.with_name("another"), young])
 
 
 def test_no_damage_is_believed(path: Path) -> None:
