@@ -6,6 +6,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from kvasir.syncing import why_not_own
+
 from inference_svc.kv.kept_files import is_this_users, kept_folder
 
 _GPU = Path("/dev/nvidiactl")  # MLX's import would show it, and takes long; a GPU's code is left where it is
@@ -20,7 +22,7 @@ def keep_compiled_code_private() -> None:
         return
     beside = tempfile.gettempdir()  # which stays so, for our own files
     with suppress(OSError):
-        if _is_place(kept := kept_folder("mlx")):
+        if (kept := kept_folder("mlx")) is not None and _is_place(kept) and is_this_users(kept):
             os.environ["TMPDIR"] = str(kept)
             return
     with suppress(OSError):
@@ -38,13 +40,11 @@ def _folder_in(place: str) -> Path:
 
 def _is_own(folder: Path) -> bool:
     with suppress(OSError):
-        return is_this_users(folder) and not folder.is_symlink()  # others could lead a link elsewhere
+        return not why_not_own(folder) and not folder.is_symlink()  # others could lead a link elsewhere
     return False
 
 
-def _is_place(folder: Path | None) -> bool:
-    if folder is None:
-        return False
+def _is_place(folder: Path) -> bool:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     disk = os.statvfs(folder)
     has_room = disk.f_bavail * disk.f_frsize >= _ROOM_BYTES

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+from kvasir.syncing import why_not_own
 from kvasir.waits import WORK_S
 
 _DIGEST_BYTES = 16
-_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_FOR_ALL = stat.S_IWOTH | stat.S_ISVTX  # with the second bit, as /tmp has it, each renames only what is theirs
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +89,11 @@ def remove_left(temp: Path) -> None:
 
 
 def is_this_users(folder: Path) -> bool:
-    """Whether the folder is this user's, and nobody else writes to it."""
-    facts = folder.stat()
-    return facts.st_uid == os.getuid() and not facts.st_mode & _WRITABLE_BY_OTHERS
+    """Whether the folder is this user's, nobody else writes to it, and not everybody may put another in its place.
+    Groups may: some systems let a user's own group write to all of a home.
+    """
+    above = {*folder.absolute().parents, *folder.resolve().parents}  # a link's, too
+    return not why_not_own(folder) and not any(each.stat().st_mode & _FOR_ALL == stat.S_IWOTH for each in above)
 
 
 def _digest(content: bytes) -> bytes:

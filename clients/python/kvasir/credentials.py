@@ -18,7 +18,7 @@ from blake3 import blake3
 from kvasir.errors import FailedPrecondition, InvalidArgument
 from kvasir.formats.digest import is_hash
 from kvasir.names import check_namespace
-from kvasir.syncing import sync, sync_directory
+from kvasir.syncing import sync, sync_directory, why_not_own
 
 ENGINE, CLIENT, PEER, HANDOVER, ADMIN = "engine", "client", "peer", "handover", "admin"
 ROLES = frozenset({ENGINE, CLIENT, PEER, HANDOVER, ADMIN})
@@ -165,13 +165,8 @@ def read_engine_tokens(files: Mapping[str, Path]) -> tuple[dict[str, str], list[
 
 def check_own_directory(path: Path) -> None:
     """Raises FailedPrecondition for a directory, or one that a link to it leads to, in which another user may write."""
-    status = path.stat()
-    if status.st_uid != os.geteuid():
-        raise FailedPrecondition(
-            f"{path.resolve()}: belongs to another user (uid {status.st_uid}); expected a directory of yours"
-        )
-    if status.st_mode & 0o022:
-        raise FailedPrecondition(f"{path}: others can write there; run: chmod 700 {shlex.quote(str(path))}")
+    if why := why_not_own(path):
+        raise FailedPrecondition(why)
 
 
 def write_private_text(path: Path, text: str) -> None:

@@ -1,5 +1,6 @@
 """Files that survive a loss of power: fsync, and on macOS F_FULLFSYNC, where fsync alone does not. And directories that
-survive no program: the next one of its kind removes those of a killed one."""
+survive no program: the next one of its kind removes those of a killed one. And in which directories others may write.
+"""
 
 import contextlib
 import ctypes
@@ -7,6 +8,7 @@ import errno
 import fcntl
 import glob
 import os
+import shlex
 import shutil
 import stat
 import tempfile
@@ -24,6 +26,16 @@ _OF_SHARES = {errno.EINVAL, errno.ENOTSUP, errno.ENOTTY, errno.ENOENT}  # the la
 _FULL_AND_WAIT = 0x01 | 0x02  # macOS: SYNC_VOLUME_FULLSYNC, SYNC_VOLUME_WAIT
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux has it
 _BEGINS = 0x02  # SYNC_FILE_RANGE_WRITE
+
+
+def why_not_own(directory: Path) -> str:
+    """Why another user may write in it, or in what a link leads to; empty if none may. Raises OSError."""
+    status = directory.stat()
+    if status.st_uid != os.geteuid():
+        return f"{directory.resolve()}: belongs to another user (uid {status.st_uid}); expected a directory of yours"
+    if status.st_mode & 0o022:
+        return f"{directory}: others can write there; run: chmod 700 {shlex.quote(str(directory))}"
+    return ""
 
 
 def sync(descriptor: int) -> None:

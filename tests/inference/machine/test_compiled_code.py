@@ -64,6 +64,7 @@ def test_a_name_that_another_user_took_is_no_place_for_compiled_code(
     """The maker of a link could lead it to a folder of another user later, from which programs would be run."""
     (tmp_path / "own").mkdir(mode=0o700)
     (tmp_path / f"kvasir-{os.getuid()}-mlx").symlink_to(tmp_path / leads_to)
+    tmp_path.chmod(0o777)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(compiled_code, "kept_folder", lambda _: None)

@@ -58,8 +58,24 @@ def test_a_folder_that_others_write_to_gives_and_takes_nothing(path: Path) -> No
         assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_a_folder_that_everybody_may_replace_gives_and_takes_nothing(path: Path, is_linked: bool) -> None:
+    above = path.parent.parent
+    if is_linked:
+        above = above / "shared"
+        above.mkdir()
+        (above / "link").symlink_to(path.parent)
+        path = above / "link" / path.name
+    for mode, gives in ((0o777, None), (0o1777, KEPT), (0o775, KEPT), (0o703, None), (0o700, KEPT)):
+        above.chmod(mode)
+        assert kept_bytes(path) == gives
+        keep_bytes(path.with_name("another"), KEPT)
+        assert path.with_name("another").exists() == (gives is not None)
+        path.with_name("another").unlink(missing_ok=True)
+
+
 def test_a_folder_of_another_user_gives_and_takes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.getuid", lambda: path.stat().st_uid + 1)
+    monkeypatch.setattr("os.geteuid", lambda: path.stat().st_uid + 1)
     assert kept_bytes(path) is None
     keep_bytes(path.with_name("another"), KEPT)
     assert [each.name for each in path.parent.iterdir()] == [path.name]

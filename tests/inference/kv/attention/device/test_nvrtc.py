@@ -127,7 +127,7 @@ def test_a_folder_that_others_may_write_is_not_used(tmp_path: Path, mode: int) -
 def test_a_folder_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = tmp_path / "kernels"
     compiled_program("int x;", (), kept)
-    monkeypatch.setattr(os, "getuid", lambda: kept.stat().st_uid + 1)
+    monkeypatch.setattr(os, "geteuid", lambda: kept.stat().st_uid + 1)
     assert compiled_program("int x;", (), kept) == b"#2 int x;"
 
 
