@@ -321,7 +321,9 @@ async def _embedding_model(settings: EngineSettings, phases: StartPhases, parts:
     phases.begin("embeddings")
     name, path = settings.embedding_model
     pooling = Pooling(settings.embedding_pooling)
-    return parts.closing(await asyncio.to_thread(EmbeddingModel.open, name, path, pooling))
+    model = parts.closing(await asyncio.to_thread(EmbeddingModel.open, name, path, pooling))
+    model.failed.add_done_callback(_end_process)
+    return model
 
 
 def _neighbour() -> ModuleType:

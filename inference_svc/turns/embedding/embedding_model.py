@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import Priority
+from inference_svc.engine.device.device_errors import device_error
 from inference_svc.engine.mlx_thread import MlxThread
 from inference_svc.model.embedding.pooling import Embedded, Pooling
 from inference_svc.model.embedding.text_embedder import TextEmbedder
@@ -28,6 +29,7 @@ class EmbeddingModel:
         self.name = name
         self.dimensions = embedder.width
         self.context_tokens = embedder.most_tokens
+        self.failed = thread.failed  # as `Engine.failed`
         self._thread = thread
         self._working = SharedRoom(1)
 
@@ -58,6 +60,8 @@ class EmbeddingModel:
         async with self._working.held_for(namespace, 1):
             try:
                 return await asyncio.wrap_future(self._thread.post(embedded))
+            except RuntimeError as error:
+                raise device_error(error) or error from None
             finally:
                 is_left.set()
 

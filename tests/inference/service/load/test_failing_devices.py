@@ -84,6 +84,22 @@ def test_a_lost_device_ends_the_engine_and_agents_go_on_from_the_store_token_for
     assert tokens(replies) == expected
 
 
+def test_a_device_that_an_embedding_finds_lost_ends_the_engine_too(model: Path, tmp_path: Path, words: Path) -> None:
+    house = House(tmp_path / "house", model, engine_options=["--embeddings", f"words={model}"])
+    house.engine.program = "failing_device"
+    try:
+        house.start()
+        with house.client() as client:
+            client.embed(["one"], model="words")
+            write(words, LOST)
+            with pytest.raises(Unavailable, match="lost its device"):
+                client.embed(["two"], model="words")
+        eventually(lambda: not house.engine.is_running)
+        assert house.engine.stop() == 70
+    finally:
+        house.close()
+
+
 def test_a_turn_without_working_memory_is_refused_and_neither_engine_nor_agents_lose_anything(
     failing_house: House, words: Path
 ) -> None:
