@@ -15,6 +15,7 @@ from cachestore_svc.store.aio_store import AioStore
 from cachestore_svc.store.reading_ahead import ReadingAhead
 from cachestore_svc.store.store import Store
 from cachestore_svc.store.threads import StoreThreads
+from cachestore_svc.upkeep import care
 from tests.cachestore.core.lab import Lab, publish
 from tests.cachestore.service.running import StoreHome, store_home
 from tests.cachestore.service.running import publish as publish_over_grpc
@@ -125,6 +126,17 @@ def test_a_blob_that_many_share_is_read_once_and_nothing_when_nothing_may_be(tmp
         assert not disk.read_names
         read_ahead(store, None)
     assert sorted(disk.read_names) == sorted(name for memory in MEMORIES.values() for name in names_of(memory))
+
+
+def test_of_many_namespaces_no_more_memories_are_looked_at_than_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(care, "_USED_LAST", 2)
+    lab = Lab(tmp_path)
+    fill(lab, "a", "b", "c")
+    with lab.open() as store:
+        found = [(namespace, manifest) for namespace, manifest, _ in store.care.used_last()]
+    assert found == [(namespace, MEMORIES[name].manifest_digest) for namespace, name in (("c", "eve"), ("b", "bob"))]
 
 
 def test_lost_and_longer_blobs_end_nothing_and_are_no_damage_yet(tmp_path: Path) -> None:

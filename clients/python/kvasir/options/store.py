@@ -181,8 +181,8 @@ class StoreLimits(Table):
     read_ahead_bytes: int | None = option(
         None,
         "How much the store reads behind its start of the memories that were used last, so that their first turns do "
-        "not wait for the disk: the system keeps it as long as nobody else needs the room. 0: nothing. Default: an "
-        "eighth of the machine's memory.",
+        "not wait for the disk: the system keeps it as long as nobody else needs the room. 0: nothing, and so of a "
+        "bucket. Default: an eighth of the machine's memory.",
         least=0,
     )
     gc_interval_s: float = option(600.0, "The time between two garbage collections.", above=0)
