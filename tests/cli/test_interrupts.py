@@ -110,6 +110,24 @@ def test_ctrl_c_just_before_a_command_begins_leaves_no_trace(monkeypatch: pytest
     assert ended.value.code == 128 + signal.SIGINT
 
 
+def test_ctrl_c_ends_a_measured_store_in_no_error(tmp_path: Path) -> None:
+    """The terminal's signal ended a process that it had started, which was reported as a fault of its own."""
+    words = ["bench", "store", "--quick", "--directory", tmp_path]
+    program = [
+        sys.executable,
+        "-c",
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from kvasir.__main__ import main\nmain()",
+        *words,
+    ]
+    with subprocess.Popen(program, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        seen = psutil.Process(process.pid)
+        eventually(lambda: any("keys" in each.cmdline() for each in seen.children()))
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert (process.returncode, "kvasir: " in said) == (128 + signal.SIGINT, False), said
+
+
 _SHOWING_FILES = """
 import os, sys
 from pathlib import Path

@@ -248,7 +248,8 @@ def _store(root: Path, *options: str) -> Iterator[str]:
         address = f"unix:{sockets}/s"
         serve = [sys.executable, "-Pm", "cachestore_svc", "serve", "--data-dir", str(root / "data")]
         pipe, argv = subprocess.PIPE, held([*serve, "--listen", address, *options])
-        process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=log, text=True)
+        # A session of its own: the terminal's Ctrl-C comes to this program alone.
+        process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=log, text=True, start_new_session=True)
         try:
             assert process.stdout is not None
             if not process.stdout.readline().startswith("listening on "):
@@ -262,7 +263,8 @@ def _store(root: Path, *options: str) -> Iterator[str]:
 def _sealed(root: Path) -> tuple[str, ...]:
     options = ("--seal-key-file", str(root / "seal.key"))
     new = ["keys", "new", "default", "--data-dir", str(root / "data"), *options]
-    subprocess.run([sys.executable, "-Pm", "cachestore_svc", *new], check=True, stdout=subprocess.DEVNULL)
+    argv = [sys.executable, "-Pm", "cachestore_svc", *new]
+    subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, start_new_session=True)
     return options
 
 
