@@ -8,16 +8,21 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
+import grpc
 import pytest
 from kvasir.address import AddressError, parse_address
 from kvasir.cli import failures
 from kvasir.cli.caller import Caller
 from kvasir.cli.running import checks
 from kvasir.cli.running.group import service_states
+from kvasir.cli.running.health import Health, http_health
 from kvasir.cli.running.holding import claimer
 from kvasir.cli.running.home import Home, Running
 from kvasir.cli.running.own_credentials import make_credentials
@@ -378,6 +383,29 @@ def test_a_home_takes_no_other_homes_gateway_for_its_own(tmp_path: Path) -> None
         refused = in_process("--home", homes[1].root, "open", "--print", "--json")
         assert (refused.code, "another program answers" in refused.value["error"]["message"]) == (3, True)
         assert in_process("--home", homes[0].root, "open", "--print", "--json").code == 0
+
+
+def test_a_gateway_lives_while_its_engine_hangs(tmp_path: Path) -> None:
+    """It was to be killed by hand, because it waits for such an engine longer than it was waited for."""
+    home = Home(tmp_path / "home")
+    home.make()
+    make_credentials(home)
+    gateway = plan_of(asked_of(home, given_flags({"http": f"127.0.0.1:{free_port()}"}), None)).gateway
+    assert gateway is not None
+    with ExitStack() as exits:
+        going_on = threading.Event()
+        hangs = grpc.unary_unary_rpc_method_handler(lambda *_: bytes(going_on.wait(60)))
+        engine = grpc.server(ThreadPoolExecutor(8))
+        engine.add_generic_rpc_handlers((SimpleNamespace(service=lambda _: hangs),))
+        engine.add_insecure_port(f"unix:{home.run / 'engine.sock'}")
+        engine.start()
+        exits.callback(engine.stop, None)
+        exits.callback(going_on.set)
+        log = tmp_path / "http.log"
+        program = Program("kvasir_gateway", gateway.argv()[3:], out=log, err=log)
+        exits.callback(program.kill)
+        eventually(lambda: asyncio.run(http_health(home, gateway.endpoint.address, 30)) is Health.NOT_READY)
+        assert asyncio.run(gateway.service().is_ready())
 
 
 @pytest.mark.parametrize("is_taken", [True, False])

@@ -20,7 +20,7 @@ from kvasir.options.finding import command_line
 from kvasir.options.gateway import GatewayTable
 from kvasir.options.store import StoreTable
 from kvasir.options.table import Table
-from kvasir.waits import HANGS_S, PATIENCE_S
+from kvasir.waits import ANSWER_S, HANGS_S, PATIENCE_S
 
 # The first start of an engine reads a large model from disk and hashes its weights. A store that was killed compares
 # its whole index with its journal, and one of an older Kvasir migrates it: if it were killed for that, it never ended.
@@ -59,9 +59,9 @@ class ServiceProcess:
         return Service(self.name, self.argv(), self.log_file, self._answers, within_s, phases, has_data)
 
     async def _answers(self) -> bool:
-        if self.name == "http":  # it reports that it is unwell as long as its engine is away, and lives
+        if self.name == "http":  # it reports that its engine is away or, after two seconds, that it hangs; and lives
             home = Home(Path(str(self.options["home"])))
-            return await http_health(home, self.endpoint.address) in (Health.READY, Health.NOT_READY)
+            return await http_health(home, self.endpoint.address, ANSWER_S) in (Health.READY, Health.NOT_READY)
         return await is_ready(self.endpoint, STORE_SERVICE if self.name == "store" else ENGINE_SERVICE)
 
 
