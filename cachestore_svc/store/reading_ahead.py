@@ -1,15 +1,13 @@
 """Reads the memories that were used last behind a start: the system then has them in RAM when their next turns come."""
 
 import asyncio
-import contextlib
-import os
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
-from pathlib import Path
 
 import structlog
 from kvasir.errors import KvasirError
 from kvasir.formats.digest import Digest
+from kvasir.server.machine import machine_bytes
 from kvasir.waits import RETRY_S
 
 from cachestore_svc.index.catalog import HOUSE
@@ -19,7 +17,6 @@ from cachestore_svc.store.aio_store import AioStore
 _READERS = 2
 _AT_ONCE = 4
 _PART = 8  # of the machine's memory, or the container's
-_CONTAINER = Path("/sys/fs/cgroup/memory.max")
 
 Blob = tuple[str, Digest]  # with its namespace
 
@@ -31,7 +28,7 @@ class ReadingAhead:
 
     def __init__(self, store: AioStore, most_bytes: int | None, resumed: Callable[[], int]) -> None:
         self._store = store
-        self._most_bytes = _memory_bytes() // _PART if most_bytes is None else most_bytes
+        self._most_bytes = machine_bytes() // _PART if most_bytes is None else most_bytes
         self._resumed = resumed
         self._log = structlog.get_logger("cachestore")
 
@@ -74,10 +71,3 @@ class ReadingAhead:
 
 def _size_bytes(blobs: list[Blob]) -> int:
     return sum(digest.size_bytes for _, digest in blobs)
-
-
-def _memory_bytes() -> int:
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, ValueError):
-        return min(physical, int(_CONTAINER.read_text(encoding="ascii")))
-    return physical

@@ -1,17 +1,14 @@
 """How many bytes MLX holds in this process, the most that it has held, and how many the device has."""
 
-import contextlib
 import ctypes
 import gc
 import os
 import traceback
 from functools import cache
-from pathlib import Path
 
 import mlx.core as mx
+from kvasir.server.machine import machine_bytes
 
-# By device: Metal has the part of the RAM that it recommends, CUDA the device's memory.
-_CONTAINER = Path("/sys/fs/cgroup/memory.max")
 # MLX's CUDA back end commits a graph after 30 operations or 400 million values of input: an 8B model's step is more
 # than twenty graphs, each of which costs the processor 0.1 ms and the GPU a pause. With these it is six; more is no
 # faster, and buffers of a long prompt's cell are held until their graph is done. Its check of caches counts the graphs
@@ -23,6 +20,7 @@ _GRAPH_SETTINGS = {
 }
 _SETTINGS = ("MLX_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "LD_")
 _INTEGRATED = 18  # the driver's name for it
+# By device: Metal has the part of the RAM that it recommends, CUDA the device's memory.
 _TOTALS = ("max_recommended_working_set_size", "total_memory", "memory_size")
 
 
@@ -40,13 +38,6 @@ def device_bytes() -> int:
         if size := facts.get(name):
             return int(size)
     return machine_bytes()
-
-
-def machine_bytes() -> int:
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, ValueError):
-        return min(physical, int(_CONTAINER.read_text(encoding="ascii")))
-    return physical
 
 
 def device_name() -> str:

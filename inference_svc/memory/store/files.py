@@ -15,11 +15,11 @@ from kvasir.clients.blob_memory import BlobMemory
 from kvasir.clients.handed_files import HandedFiles
 from kvasir.formats.blob_place import blob_place
 from kvasir.formats.digest import Digest
+from kvasir.server.machine import machine_bytes
 from kvasir.server.shared_room import SharedRoom
 from kvasir.waits import SOON_S
 
 from inference_svc.memory.store.file_reading import FileReading, OrderedThreads, is_file_cached
-from inference_svc.model.device_memory import machine_bytes
 
 # BLAKE3 is a thread's work at 4 GB/s. More threads than these are faster than memory is.
 _THREADS = min(8, os.cpu_count() or 1)

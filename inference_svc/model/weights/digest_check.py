@@ -5,8 +5,8 @@ from pathlib import Path
 
 import structlog
 from blake3 import blake3
+from kvasir.server.machine import machine_bytes
 
-from inference_svc.model.device_memory import machine_bytes
 from inference_svc.model.model_identity import forget_digest, kept_digest
 from inference_svc.model.weights.weight_files import weight_paths
 

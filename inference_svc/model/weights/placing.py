@@ -11,11 +11,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
+from kvasir.server.machine import machine_bytes
 
 from inference_svc.kv.host_copies.from_files import FilePart, begin_from_files
 from inference_svc.kv.host_copies.host_copy import copies_itself, wait_for
 from inference_svc.kv.kept_files import kept_folder
-from inference_svc.model.device_memory import machine_bytes
 from inference_svc.model.weights.extension import Extension, NoExtension, extension
 from inference_svc.model.weights.weight_files import TensorPlace, WeightFile, file_identity
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from kvasir.server import machine
 from kvasir_bench.memory_path.machine import cached_share, drop_cached
 
 from cachestore_svc.blobs.disk import Disk, StrPath
@@ -107,7 +108,7 @@ def test_a_container_has_memory_of_its_own(tmp_path: Path, monkeypatch: pytest.M
     lab, disk = Lab(tmp_path / "data"), SeenDisk()
     fill(lab, "a", "a", "a")
     limit = tmp_path / "memory.max"
-    monkeypatch.setattr(reading_ahead, "_CONTAINER", limit)
+    monkeypatch.setattr(machine, "_CONTAINER", limit)
     for text, memories in ((str(8 * size_of(MEMORIES["eve"])), 1), ("max", 3)):
         limit.write_text(text + "\n")
         with lab.open(disk) as store:

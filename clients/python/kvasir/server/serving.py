@@ -29,8 +29,8 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from kvasir.address import Address, AddressError, parse_address
 from kvasir.certificates import read_certificates
 from kvasir.credentials import CredentialFileError, Credentials, read_credentials, read_private_text
-from kvasir.server import health
 from kvasir.server.interceptors import MAX_RPCS_PER_PRINCIPAL, Authentication, CallerOfCertificate, Errors
+from kvasir.server.operating import health
 from kvasir.server.operating.audit import Audit
 from kvasir.server.operating.durations import RpcCounts
 from kvasir.server.operating.traces import Traces
