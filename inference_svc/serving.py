@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from threading import Thread
 from types import ModuleType
 from typing import Any
 
@@ -50,6 +51,7 @@ from inference_svc.edge.service import (
 )
 from inference_svc.edge.telling import Telling
 from inference_svc.engine.api import AgentKey
+from inference_svc.engine.device.device_errors import DeviceLost
 from inference_svc.engine.engine import Engine
 from inference_svc.engine_stores import open_stores, reload_store_tokens, until_it_answers
 from inference_svc.formats.grammar_trial import GrammarTrial
@@ -261,19 +263,30 @@ class _Service:
 
 def _ending_the_process(open_engine: Callable[..., Engine]) -> Callable[..., Engine]:
     """Engines that end the process where they fail: without its thread, as where its device is lost, an engine serves
-    nothing, and its memories wait in the store for the next process.
+    nothing, and its memories wait in the store for the next process. So do models that come later.
     """
+    is_first = True
 
     def opened(path: str, **options: Any) -> Engine:
-        engine = open_engine(path, **options)
-        engine.failed.add_done_callback(_end_process)
+        nonlocal is_first
+        try:
+            engine = open_engine(path, **options)
+        except DeviceLost as error:
+            if not is_first:
+                Thread(target=_end_process, args=(error,), daemon=True).start()
+            raise
+        is_first = False
+        _end_process_by(engine.failed)
         return engine
 
     return opened
 
 
-def _end_process(failed: "Future[None]") -> None:
-    error = failed.exception()
+def _end_process_by(failed: "Future[None]") -> None:
+    failed.add_done_callback(lambda _: _end_process(failed.exception()))
+
+
+def _end_process(error: BaseException | None) -> None:
     _LOG.error("engine.failed", exc_info=error, why=error.message if isinstance(error, KvasirError) else "")
     time.sleep(RETRY_S)  # the event loop sends callers the ends of their turns
     sys.stderr.flush()
@@ -322,7 +335,7 @@ async def _embedding_model(settings: EngineSettings, phases: StartPhases, parts:
     name, path = settings.embedding_model
     pooling = Pooling(settings.embedding_pooling)
     model = parts.closing(await asyncio.to_thread(EmbeddingModel.open, name, path, pooling))
-    model.failed.add_done_callback(_end_process)
+    _end_process_by(model.failed)
     return model
 
 

@@ -254,8 +254,10 @@ class Engine:
 
         try:
             thread = start(make_worker)
-        except RuntimeError as error:
-            raise device_error(error) or error from None
+        except Exception as error:
+            if (found := device_error(error)) is not None:  # also of a model that is not loadable for that
+                raise found from None
+            raise
         return cls(opened, thread, worker)
 
     @property

@@ -100,6 +100,24 @@ def test_a_device_that_an_embedding_finds_lost_ends_the_engine_too(model: Path, 
         house.close()
 
 
+def test_a_device_that_is_lost_while_another_model_is_loaded_ends_the_engine_too(
+    model: Path, tmp_path: Path, words: Path
+) -> None:
+    house = House(tmp_path / "house", model, engine_options=["--model", f"other={model}"])
+    house.engine.program = "failing_device"
+    try:
+        house.start()
+        with house.client() as client:
+            client.unload_model()
+            write(words, LOST)
+            with pytest.raises(Unavailable, match="lost its device"):
+                client.load_model("other")
+        eventually(lambda: not house.engine.is_running)
+        assert house.engine.stop() == 70
+    finally:
+        house.close()
+
+
 def test_a_turn_without_working_memory_is_refused_and_neither_engine_nor_agents_lose_anything(
     failing_house: House, words: Path
 ) -> None:
