@@ -16,7 +16,7 @@ from cachestore_svc.upkeep import check, collecting, expiring
 from cachestore_svc.upkeep.expiring import ClockReading
 from cachestore_svc.upkeep.scrubbing import Scrubbing
 
-_USED_LAST = 1000  # of all namespaces: to find what each names takes the interpreter a quarter of a millisecond
+_USED_LAST = 1000  # of all namespaces: to find the blobs of each takes the interpreter a quarter of a millisecond
 
 
 class Care:

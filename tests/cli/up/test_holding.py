@@ -2,7 +2,9 @@
 of running services says.
 """
 
+import errno
 import fcntl
+import os
 import shutil
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from kvasir.cli import doctor
 from kvasir.cli.caller import Caller
 from kvasir.cli.running import holding
 from kvasir.cli.running.group import service_states
-from kvasir.cli.running.holding import end_group, end_services, holders, named_openers
+from kvasir.cli.running.holding import disk_failure, end_group, end_services, holders, named_openers
 from kvasir.cli.running.home import Home, Running
 
 from tests.cli.running import free_port, in_process
@@ -35,6 +37,19 @@ def test_a_holder_is_found_though_it_closed_a_descriptor_meanwhile(
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize(("error", "is_failure"), [(errno.EROFS, True), (errno.ENOSPC, False), (errno.EDQUOT, False)])
+def test_a_full_disk_has_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, *, is_failure: bool
+) -> None:
+    """Else `kvasir down` would take an engine that was killed for one that ended by itself on such a disk."""
+
+    def refused(_: Path) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(holding, "try_file", refused)
+    assert disk_failure(tmp_path) == (os.strerror(error) if is_failure else "")
 
 
 def test_down_touches_no_process_that_does_not_hold_the_lock(tmp_path: Path) -> None:

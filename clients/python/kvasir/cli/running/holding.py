@@ -1,6 +1,7 @@
 """A home's locks, and the processes that hold them: those alone are ended, whichever number a file names."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import shlex
@@ -73,11 +74,13 @@ def is_led(home: Home) -> bool:
 
 
 def disk_failure(folder: Path) -> str:
-    """Why a file cannot begin there, as on a disk that the system made read-only after an error; empty if one can."""
+    """Why a file cannot begin there, as on a disk that the system made read-only after an error; empty if one can, or
+    could on a full disk, which takes other changes.
+    """
     try:
         try_file(folder)
     except OSError as error:
-        return error.strerror or str(error)
+        return "" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)
     return ""
 
 
