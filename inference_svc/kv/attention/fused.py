@@ -58,10 +58,11 @@ Compiler = Callable[[KernelSource, int], Kernel]
 
 def cuda_compiler(source: KernelSource, shared_bytes: int) -> Kernel:
     """As finished code that is kept on disk where this device takes that, else by MLX."""
-    by_mlx = mlx_cuda_compiler(source, shared_bytes)
     if (target := device_target()) is None:
-        return by_mlx
-    return KeptKernel(source, shared_bytes, target, otherwise=by_mlx)
+        return mlx_cuda_compiler(source, shared_bytes)
+    return KeptKernel(
+        source, shared_bytes, target, otherwise=lambda **how: compiled(mlx_cuda_compiler, source, shared_bytes)(**how)
+    )
 
 
 def lone_cuda_compiler(source: KernelSource, shared_bytes: int) -> Kernel:

@@ -63,18 +63,10 @@ def _play_device(target: str, compile_it: Compile) -> None:
     capability = {"compute_capability_major": int(target[3:-1]), "compute_capability_minor": int(target[-1])}
     mx.set_default_device(mx.cpu)
     mx.disable_compile()  # type: ignore[no-untyped-call]
-    given: dict[Any, Any] = {
-        kept_kernel.device_target: lambda: target,
-        fused.mlx_cuda_compiler: lambda *_: None,
-        whole_layers.multiprocessors: lambda: 1,  # the engine's own number is no part of a program
-        mx.default_device: lambda: mx.Device(mx.gpu),
-        mx.device_info: lambda: capability,
-    }
-    for module in [mx, *(each for name, each in sys.modules.items() if name.startswith("inference_svc."))]:
-        for name, value in list(vars(module).items()):
-            for function, other in given.items():
-                if value is function:
-                    setattr(module, name, other)
+    setattr(mx, "default_device", lambda: mx.Device(mx.gpu))  # noqa: B010
+    setattr(mx, "device_info", lambda: capability)  # noqa: B010
+    setattr(fused, "device_target", lambda: target)  # noqa: B010
+    setattr(whole_layers, "multiprocessors", lambda: 1)  # noqa: B010 - the number is no part of a program
     setattr(kept_kernel.KeptKernel, "__call__", launch)  # noqa: B010
     setattr(KeptGraph, "__call__", lambda kept, *arrays: kept.trace(*arrays))  # noqa: B010
     setattr(checks, "_first", differences)  # noqa: B010
