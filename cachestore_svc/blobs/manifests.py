@@ -42,6 +42,11 @@ class ManifestFacts:
     known_blocks: int = 0  # how many of the leading ones that manifest's facts have, too
     known_named: int = 0  # how many of the leading `named` it names, too
     wake_ms: int | None = None  # of one that is asleep: how long its KV took to compute
+    pending_tokens: int = 0  # behind the token ids, without KV
+
+    @property
+    def tokens(self) -> int:
+        return len(self.token_ids) + self.pending_tokens
 
 
 def _unknown(_manifest_hash: str) -> ManifestFacts | None:
@@ -78,6 +83,7 @@ def read_manifest(
         len(before.chain) if before else 0,
         len(known),
         message.asleep.wake_ms if is_asleep else None,
+        int(message.HasField("pending")),
     )
 
 

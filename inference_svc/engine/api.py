@@ -365,7 +365,7 @@ class Snapshot:
     first_block: int
     blocks: tuple[tuple[FileIdentity, FileBytes], ...]
     tail: tuple[FileIdentity, FileBytes] | None
-    state: SequenceState  # as of the snapshot
+    state: SequenceState  # as of the snapshot; of a memory the tokens that have KV
     states: tuple[tuple[FileIdentity, FileBytes], ...] = ()
     windows: tuple["WindowFiles", ...] = ()
 

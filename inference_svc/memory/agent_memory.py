@@ -35,6 +35,7 @@ class StoredFiles:
     states: dict[int, Digest] = field(default_factory=dict)  # by rewind point
     runs: Runs | None = None  # None: not known
     asleep: manifest_pb2.Asleep | None = None  # of a version that names no file
+    pending: int = 0  # the memory's last tokens that have no KV yet: 1, or none
 
     @property
     def rows(self) -> list[Digest]:
@@ -137,8 +138,13 @@ class AgentMemory:
     settings: AgentSettings = NO_SETTINGS  # the agent's when the turn began, for turns that cannot reach the store
 
     @property
+    def computed_ids(self) -> TokenIds:
+        """The tokens that have KV."""
+        return self.transcript.token_ids[: len(self.transcript.token_ids) - self.files.pending]
+
+    @property
     def unstored_tokens(self) -> int:
-        return len(self.transcript.token_ids) - len(self.files.blocks) * BLOCK_TOKENS
+        return len(self.computed_ids) - len(self.files.blocks) * BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +185,14 @@ def from_manifest(manifest: manifest_pb2.Manifest, head: Head, tokenizer_digest:
         {int(point.tokens): Digest.from_proto(point.digest) for point in manifest.states},
         tuple(manifest.computed.decoded) if manifest.HasField("computed") else None,
         manifest.asleep if manifest.HasField("asleep") else None,
+        pending=int(manifest.HasField("pending")),
     )
+    text, ids, chars = manifest.text, TokenIds(manifest.token_ids), TokenChars(manifest.token_chars)
+    if files.pending:
+        behind = manifest.pending
+        text, ids, chars = text + behind.text, ids + TokenIds((behind.id,)), chars + TokenChars((len(behind.text),))
     return AgentMemory(
-        transcript=RememberedText(manifest.text, TokenIds(manifest.token_ids), TokenChars(manifest.token_chars)),
+        transcript=RememberedText(text, ids, chars),
         messages=tuple(manifest.messages) if may_claim_replies else of_caller(manifest.messages),
         turn=manifest.turn,
         # An imported manifest may claim anything: it serves its own agent only.

@@ -207,20 +207,22 @@ class ReusePlanner:
         if (given := prompt.given) is not None:
             match, tokens = match_tokens(transcript, given.ids) if transcript.token_ids else NO_MATCH, given
         elif not prompt.generates and transcript.token_ids and transcript.text == text:
-            # Nothing follows it, so it need not end at a character's border.
-            match = PrefixMatch(Outcome.EXACT, len(transcript.token_ids), len(text), len(text))
-            tokens = Tokenized(transcript.token_ids, transcript.token_chars)
+            # Nothing follows it, so it need not end at a character's border, and its last token may stay without KV.
+            computed = len(memory.computed_ids) if memory is not None else 0
+            match = PrefixMatch(Outcome.EXACT, computed, len(text), len(text))
+            tokens = Tokenized(transcript.token_ids[:computed], transcript.token_chars[:computed])
         else:
             match, tokens = await prompting.run(prompt.namespace, lambda: matched(prompting, transcript, text))
         # A generating turn computes at least one token, because its logits give the next token.
         most = len(tokens.ids) - (1 if prompt.generates else 0)
         has_kv = recollection.kv_from is not Source.COLD and not _is_asleep(recollection)
-        keep = min(match.kept_tokens, most) if has_kv else 0
+        known_ids = memory.computed_ids if memory is not None else NO_TOKENS
+        keep = min(match.kept_tokens, most, len(known_ids)) if has_kv else 0
         fewest = FEWEST_RESTORED if recollection.kv_from is Source.WARM else 1
         if memory is None or keep < fewest:
             return _Candidate(tokens, 0, Source.COLD, match)
-        known_ids, shareable = memory.transcript.token_ids, memory.shareable_tokens
-        return _Candidate(tokens, keep, recollection.kv_from, match, known_ids, shareable, memory.files)
+        source = recollection.kv_from
+        return _Candidate(tokens, keep, source, match, known_ids, memory.shareable_tokens, memory.files)
 
     async def _by_block_hashes(
         self, store: RemoteCache, candidate: _Candidate, prompt: ComparedPrompt, budget: Budget

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self, overload
 
 import numpy as np
@@ -91,3 +91,10 @@ class SequenceState:
     rewind_points: tuple[int, ...] = ()  # token counts, ascending, that a model with states can go back to
     # The first token behind those of the reply that were computed one by one: how it was made, not what it is.
     decoded_to: int = field(default=0, compare=False)
+    pending: int = 0  # the last tokens that have no KV yet: 1 where a reply ends them
+
+    @property
+    def computed(self) -> Self:
+        """Of the tokens that have KV."""
+        count = len(self.token_ids) - self.pending
+        return replace(self, token_ids=self.token_ids[:count], token_chars=self.token_chars[:count], pending=0)

@@ -132,7 +132,7 @@ class TurnEnding:
             completion_tokens=ended.completion_tokens,
             snapshot=snapshot.state.value,
             prefill_ms=round(1e3 * ended.timings.prefill_s, 1),
-            # Since its last token: until that one had its KV, and until its memory was stored.
+            # Since its last token: until the engine ended the turn, and until its memory was stored.
             ended_ms=round(1e3 * (ended_s - last_token_s), 1),
             stored_ms=round(1e3 * (stored_s - last_token_s), 1),
         )
@@ -154,7 +154,7 @@ class TurnEnding:
         """Attach the agent's memory to the KV that was computed ahead of its turn."""
         state, recollection, prepared = ran.ended.state, ran.planned.recollection, ran.prepared
         memory = recollection.memory
-        if memory is None or memory.transcript.token_ids != state.token_ids:
+        if memory is None or memory.computed_ids != state.token_ids:
             transcript = RememberedText(prepared.text, state.token_ids, state.token_chars)
             base = memory or nothing_yet(recollection.head, self._parts.engine.model.tokenizer_digest)
             memory = replace(
@@ -204,7 +204,12 @@ class TurnEnding:
             tokenizer_digest=self._parts.engine.model.tokenizer_digest,
             publication=Publication(standing, partial(may_follow, request) if standing.is_undecided else None),
             # A stop string may have removed tokens of a block that was sent already.
-            files=StoredFiles(stored[: len(state.token_ids) // BLOCK_TOKENS], windows=windows, runs=self._runs(ran)),
+            files=StoredFiles(
+                stored[: len(state.computed.token_ids) // BLOCK_TOKENS],
+                windows=windows,
+                runs=self._runs(ran),
+                pending=state.pending,
+            ),
             rewind_points=state.rewind_points,
             is_brought=planned.has_brought_kv,
             shortened=recalled.shortened,

@@ -127,7 +127,7 @@ def _version_of(asked: Commit, manifest: BlobEntry, now_unix_ms: int) -> Snapsho
         asked.parent_version + 1,
         asked.manifest,
         asked.parent_version,
-        len(facts.token_ids),
+        facts.tokens,
         now_unix_ms,
         versions.total_bytes(manifest, facts),
         terms.origin,

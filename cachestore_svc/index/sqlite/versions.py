@@ -263,7 +263,7 @@ def hold_manifest(
     """From now on a manifest holds on to the blobs that it names: those that are known, and `named` behind these. It
     may do so already."""
     held = "INSERT INTO manifests VALUES (:manifest, :tokens, :total, :request_id) ON CONFLICT DO NOTHING"
-    tokens, total = len(facts.token_ids), total_bytes(manifest, facts)
+    tokens, total = facts.tokens, total_bytes(manifest, facts)
     rows.later(held, manifest=manifest.id, tokens=tokens, total=total, request_id=facts.request_id)
     if known.length:
         same = """INSERT INTO manifest_blobs SELECT :manifest, position, blob_id FROM manifest_blobs

@@ -104,18 +104,19 @@ def memory_snapshot(
     """Blocks from `first_block` on, at most `max_blocks`; tail, windows and states come with the last block."""
     if memory is None:
         return None
-    tokens, last_block = memory.state.token_ids, len(memory.chain)
+    state, last_block = memory.state.computed, len(memory.chain)
+    tokens = state.token_ids
     if max_blocks is not None and first_block + max_blocks < last_block:
         last_block = first_block + max_blocks
         tokens = tokens[: last_block * BLOCK_TOKENS]
     identities = _identities(model, tokens, memory.chain[:last_block], first_block)
     if last_block < len(memory.chain):
-        return _coming(memory.kv, identities, first_block, memory.state)
+        return _coming(memory.kv, identities, first_block, state)
     held = {window: whole_blocks(memory.kv, window) for window in windows_of(model.kv_identity)}
     for window in held:
         identities += _of_window(memory, model, window, {*held[window]} - {*stored_windows.get(window, ())})
     identities += _of_states(memory, model)
-    return _coming(memory.kv, identities, first_block, memory.state, held)
+    return _coming(memory.kv, identities, first_block, state, held)
 
 
 def running_snapshot(

@@ -55,7 +55,9 @@ class Owed(Protocol):
 
 @dataclass(eq=False)
 class ResidentMemory:
-    """An agent's KV and its tokens. `chain` holds the chain hashes of the full blocks. Only `tag` and `owed` change."""
+    """An agent's KV and its tokens, the last of which may have none. `chain` holds the chain hashes of the full blocks.
+    Only `tag` and `owed` change.
+    """
 
     kv: "SequenceKV"
     state: SequenceState

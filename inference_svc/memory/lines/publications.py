@@ -121,7 +121,7 @@ class Publications:
                 if not_taken is not None:
                     raise not_taken
                 if stream is not None:
-                    full = len(memory.transcript.token_ids) // BLOCK_TOKENS
+                    full = len(memory.computed_ids) // BLOCK_TOKENS
                     memory.files.blocks[:] = (await stream.drain())[:full]
                     files.sent_bytes = stream.sent_bytes
                 if (stored := _stored(publication)) is not None:  # by an earlier try

@@ -66,12 +66,16 @@ class ManifestDraft:
 
     def _begun(self) -> manifests.BegunManifest:
         memory, model, runs = self._memory, self._model, self._memory.files.runs
+        ids, chars, text = memory.computed_ids, memory.transcript.token_chars, memory.transcript.text
+        spelled = len(text) - chars[len(ids) :].total
+        last = memory.transcript.token_ids[len(ids) :]
         return manifests.begun(
             kv_identity=model.kv_identity,
-            token_ids=memory.transcript.token_ids,
-            packed_ids=self._packed.ids(memory.transcript.token_ids),
-            text=memory.transcript.text,
-            token_chars=memory.transcript.token_chars.packed(),
+            token_ids=ids,
+            packed_ids=self._packed.ids(ids),
+            text=text[:spelled],
+            token_chars=chars[: len(ids)].packed(),
+            pending=manifest_pb2.PendingToken(id=last[0], text=text[spelled:]) if last else None,
             shareable_tokens=memory.shareable_tokens,
             messages=memory.messages,
             tokenizer_digest=model.tokenizer_digest,

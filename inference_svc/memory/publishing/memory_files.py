@@ -45,7 +45,7 @@ class MemoryFiles:
     async def pinned(self, asked: Pinning, *, waits: bool = False) -> None:
         """Take what was requested; `waits`: not to be sent at once. Raises ResourceExhausted if the memory is gone."""
         pinned = await await_copy(asked)
-        if pinned is None or pinned.state.token_ids != self._memory.transcript.token_ids:
+        if pinned is None or pinned.state.computed.token_ids != self._memory.computed_ids:
             raise errors.ResourceExhausted("the memory was dropped or went on before it could be stored")
         self._pinned = pinned
         pinned.goes_as(self._memory.publication)

@@ -142,7 +142,7 @@ class Sleeper:
         memory = replace(
             stored,
             publication=Publication(standing),
-            files=StoredFiles(runs=stored.files.runs, asleep=asleep),
+            files=StoredFiles(runs=stored.files.runs, asleep=asleep, pending=stored.files.pending),
             rewind_points=(),
         )
         # No cancel ends it now: the store may commit what was sent, and the agent's next turn must know of that.
@@ -184,7 +184,7 @@ class Sleeper:
         assert memory.files.runs is not None  # a sleeping manifest has them
         for tries_left in reversed(range(_MOST_TRIES)):
             try:
-                for step in replay_steps(memory.transcript.token_ids, memory.files.runs):
+                for step in replay_steps(memory.computed_ids, memory.files.runs):
                     state = (await self._run(turn, self._plan(turn, key, memory, step, borrows=borrows))).state
             except HotMemoryGone:
                 if not tries_left:

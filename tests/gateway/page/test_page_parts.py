@@ -22,6 +22,7 @@ from kvasir_gateway.door.security import Gate
 from kvasir_gateway.metrics import _ROUTE, CountedApp, GatewayNumbers
 from kvasir_gateway.page import routes
 from kvasir_gateway.page.conversation.listing import day_of
+from kvasir_gateway.page.conversation.transcript import _read
 from kvasir_gateway.page.look import Sources
 from kvasir_gateway.page.managing import _progress
 from kvasir_gateway.page.numbers.chart import HEIGHT, chart
@@ -35,6 +36,8 @@ from kvasir_gateway.reading.titles import first_words, title_of
 from kvasir_gateway.turn import Said
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
+
+from tests.made_models.synthetic import SMALL, SyntheticAgent
 
 ASSETS = Path(routes.__file__).parent / "assets"
 KEY = "kvasir-test-key-of-the-page-00000000"
@@ -412,6 +415,14 @@ async def test_a_move_is_shown_by_its_bytes() -> None:
     assert "its end is waited for" in waiting
     assert half == 'event: moving\ndata: {"done":512,"total":2048,"words":"512 bytes of 2.0 KiB"}\n\n'
     assert done == 'event: moved\ndata: {"words":"It has moved to studio."}\n\n'
+
+
+def test_a_prompts_text_is_shown_with_its_last_token_which_has_no_kv() -> None:
+    memory = SyntheticAgent(SMALL, 1).turn(300).manifest
+    assert not memory.messages
+    memory.pending.id, memory.pending.text = 7, "the end"
+    shown = _read(cachestore_pb2.SnapshotVersion(), memory.SerializeToString(deterministic=True))
+    assert shown.text == memory.text + "the end"
 
 
 def test_days_are_named_as_people_name_them() -> None:

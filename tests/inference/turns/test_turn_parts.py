@@ -34,7 +34,7 @@ from inference_svc.memory.store.answers import NO_HEAD, Head, StoreMiss, head_of
 from inference_svc.memory.store.patience import Budget
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.prefix_matching import Outcome, RememberedText
-from inference_svc.text.token_ids import TokenChars, TokenIds
+from inference_svc.text.token_ids import SequenceState, TokenChars, TokenIds
 from inference_svc.turns import turn_reporter
 from inference_svc.turns.phases import Planned, Prompted, Ran, Recalled
 from inference_svc.turns.progress import Outbox, ReaderLimits
@@ -229,7 +229,7 @@ def test_what_extends_an_unstored_memory_counts_under_that_ones_lease(is_head: b
         "x", Tokenized(TokenIds((1,)), TokenChars((1,))), Once(None), Source.HOT, Outcome.EXTEND, None, ()
     )
     nothing: Any = None
-    state = SimpleNamespace(token_ids=(1,), shareable_tokens=0, rewind_points=(), decoded_to=1)
+    state = SequenceState(TokenIds((1,)), TokenChars((1,)), 0, decoded_to=1)
     ended: Any = SimpleNamespace(state=state, cached_tokens=0, prompt_tokens=1)
     planned = Planned(Prompted(Recalled(request(), recollection), "x"), recollection, prepared, nothing)
     text = RememberedText("x", TokenIds((1,)), TokenChars((1,)))

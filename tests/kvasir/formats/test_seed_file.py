@@ -54,6 +54,7 @@ def a_memory(
         tokenizer_digest="cd" * 32,
         created_unix_ms=1_763_600_000_000,
         turn=manifest_pb2.Turn(request_id="r-1", prompt_tokens=1),
+        pending=manifest_pb2.PendingToken(id=7, text="ü"),
     )
     blobs, chain, name = {}, "", kv_identity_hash(kv)
     for start in range(0, tokens, BLOCK_TOKENS):

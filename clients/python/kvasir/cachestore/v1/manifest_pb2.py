@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvasir.cachestore.v1 import identity_pb2 as kvasir_dot_cachestore_dot_v1_dot_identity__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#kvasir/cachestore/v1/manifest.proto\x12\x14kvasir.cachestore.v1\x1a#kvasir/cachestore/v1/identity.proto\"*\n\x06\x44igest\x12\x0c\n\x04hash\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\"\x87\x06\n\x08Manifest\x12\x0e\n\x06\x66ormat\x18\x01 \x01(\r\x12\x35\n\x0bkv_identity\x18\x02 \x01(\x0b\x32 .kvasir.cachestore.v1.KvIdentity\x12\x18\n\x10tokenizer_digest\x18\x03 \x01(\t\x12\x17\n\x0ftemplate_digest\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x0c\n\x04text\x18\x06 \x01(\t\x12\x13\n\x0btoken_chars\x18\x07 \x03(\r\x12/\n\x08messages\x18\x08 \x03(\x0b\x32\x1d.kvasir.cachestore.v1.Message\x12,\n\x06\x62locks\x18\t \x03(\x0b\x32\x1c.kvasir.cachestore.v1.Digest\x12*\n\x04tail\x18\n \x01(\x0b\x32\x1c.kvasir.cachestore.v1.Digest\x12\x30\n\x06states\x18\x0b \x03(\x0b\x32 .kvasir.cachestore.v1.StatePoint\x12\x18\n\x10shareable_tokens\x18\x0c \x01(\x04\x12\x17\n\x0fparent_manifest\x18\r \x01(\t\x12(\n\x04turn\x18\x0e \x01(\x0b\x32\x1a.kvasir.cachestore.v1.Turn\x12\x17\n\x0f\x63reated_unix_ms\x18\x0f \x01(\x03\x12\x33\n\x07windows\x18\x10 \x03(\x0b\x32\".kvasir.cachestore.v1.WindowBlocks\x12\x32\n\tshortened\x18\x11 \x01(\x0b\x32\x1f.kvasir.cachestore.v1.Shortened\x12\x18\n\x10template_time_ms\x18\x12 \x01(\x03\x12\x35\n\x0btools_order\x18\x13 \x01(\x0b\x32 .kvasir.cachestore.v1.ToolsOrder\x12\x30\n\x08\x63omputed\x18\x14 \x01(\x0b\x32\x1e.kvasir.cachestore.v1.Computed\x12,\n\x06\x61sleep\x18\x15 \x01(\x0b\x32\x1c.kvasir.cachestore.v1.Asleep\"\x1b\n\x08\x43omputed\x12\x0f\n\x07\x64\x65\x63oded\x18\x01 \x03(\x04\"F\n\x06\x41sleep\x12+\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x1c.kvasir.cachestore.v1.Digest\x12\x0f\n\x07wake_ms\x18\x02 \x01(\x04\".\n\nToolsOrder\x12\x10\n\x08set_hash\x18\x01 \x01(\t\x12\x0e\n\x06places\x18\x02 \x03(\r\"r\n\tShortened\x12\x18\n\x10\x64ropped_messages\x18\x01 \x01(\x04\x12\x13\n\x0bhas_summary\x18\x02 \x01(\x08\x12\x15\n\ris_after_turn\x18\x03 \x01(\x08\x12\x1f\n\x17\x64ropped_behind_question\x18\x04 \x01(\x04\"\x8d\x01\n\x0cWindowBlocks\x12\x0e\n\x06window\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\x04\x12,\n\x06\x62locks\x18\x03 \x03(\x0b\x32\x1c.kvasir.cachestore.v1.Digest\x12*\n\x04tail\x18\x04 \x01(\x0b\x32\x1c.kvasir.cachestore.v1.Digest\"J\n\nStatePoint\x12\x0e\n\x06tokens\x18\x01 \x01(\x04\x12,\n\x06\x64igest\x18\x02 \x01(\x0b\x32\x1c.kvasir.cachestore.v1.Digest\"\xb6\x01\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x32\n\ntool_calls\x18\x04 \x03(\x0b\x32\x1e.kvasir.cachestore.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x10\n\x08is_reply\x18\x06 \x01(\x08\x12\x11\n\treasoning\x18\x07 \x01(\t\x12\x0f\n\x07is_note\x18\x08 \x01(\x08\"<\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\"\x99\x01\n\x04Turn\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x04\x12\x14\n\x0cprompt_chars\x18\x03 \x01(\x04\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\x14\n\x0cinput_digest\x18\x05 \x01(\t\x12\r\n\x05reply\x18\x06 \x01(\t\x12\x14\n\x0cmatched_stop\x18\x07 \x01(\tB\x7f\n\x18org.kvasir.cachestore.v1P\x01Z7kvasir.org/client/gen/kvasir/cachestore/v1;cachestorev1\xaa\x02\x14Kvasir.Cachestore.V1\xba\x02\x10KvasirCachestoreb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#kvasir/cachestore/v1/manifest.proto\x12\x14kvasir.cachestore.v1\x1a#kvasir/cachestore/v1/identity.proto\"*\n\x06\x44igest\x12\x0c\n\x04hash\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\"\xbc\x06\n\x08Manifest\x12\x0e\n\x06\x66ormat\x18\x01 \x01(\r\x12\x35\n\x0bkv_identity\x18\x02 \x01(\x0b\x32 .kvasir.cachestore.v1.KvIdentity\x12\x18\n\x10tokenizer_digest\x18\x03 \x01(\t\x12\x17\n\x0ftemplate_digest\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x0c\n\x04text\x18\x06 \x01(\t\x12\x13\n\x0btoken_chars\x18\x07 \x03(\r\x12/\n\x08messages\x18\x08 \x03(\x0b\x32\x1d.kvasir.cachestore.v1.Message\x12,\n\x06\x62locks\x18\t \x03(\x0b\x32\x1c.kvasir.cachestore.v1.Digest\x12*\n\x04tail\x18\n \x01(\x0b\x32\x1c.kvasir.cachestore.v1.Digest\x12\x30\n\x06states\x18\x0b \x03(\x0b\x32 .kvasir.cachestore.v1.StatePoint\x12\x18\n\x10shareable_tokens\x18\x0c \x01(\x04\x12\x17\n\x0fparent_manifest\x18\r \x01(\t\x12(\n\x04turn\x18\x0e \x01(\x0b\x32\x1a.kvasir.cachestore.v1.Turn\x12\x17\n\x0f\x63reated_unix_ms\x18\x0f \x01(\x03\x12\x33\n\x07windows\x18\x10 \x03(\x0b\x32\".kvasir.cachestore.v1.WindowBlocks\x12\x32\n\tshortened\x18\x11 \x01(\x0b\x32\x1f.kvasir.cachestore.v1.Shortened\x12\x18\n\x10template_time_ms\x18\x12 \x01(\x03\x12\x35\n\x0btools_order\x18\x13 \x01(\x0b\x32 .kvasir.cachestore.v1.ToolsOrder\x12\x30\n\x08\x63omputed\x18\x14 \x01(\x0b\x32\x1e.kvasir.cachestore.v1.Computed\x12,\n\x06\x61sleep\x18\x15 \x01(\x0b\x32\x1c.kvasir.cachestore.v1.Asleep\x12\x33\n\x07pending\x18\x16 \x01(\x0b\x32\".kvasir.cachestore.v1.PendingToken\"(\n\x0cPendingToken\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\"\x1b\n\x08\x43omputed\x12\x0f\n\x07\x64\x65\x63oded\x18\x01 \x03(\x04\"F\n\x06\x41sleep\x12+\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x1c.kvasir.cachestore.v1.Digest\x12\x0f\n\x07wake_ms\x18\x02 \x01(\x04\".\n\nToolsOrder\x12\x10\n\x08set_hash\x18\x01 \x01(\t\x12\x0e\n\x06places\x18\x02 \x03(\r\"r\n\tShortened\x12\x18\n\x10\x64ropped_messages\x18\x01 \x01(\x04\x12\x13\n\x0bhas_summary\x18\x02 \x01(\x08\x12\x15\n\ris_after_turn\x18\x03 \x01(\x08\x12\x1f\n\x17\x64ropped_behind_question\x18\x04 \x01(\x04\"\x8d\x01\n\x0cWindowBlocks\x12\x0e\n\x06window\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\x04\x12,\n\x06\x62locks\x18\x03 \x03(\x0b\x32\x1c.kvasir.cachestore.v1.Digest\x12*\n\x04tail\x18\x04 \x01(\x0b\x32\x1c.kvasir.cachestore.v1.Digest\"J\n\nStatePoint\x12\x0e\n\x06tokens\x18\x01 \x01(\x04\x12,\n\x06\x64igest\x18\x02 \x01(\x0b\x32\x1c.kvasir.cachestore.v1.Digest\"\xb6\x01\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x32\n\ntool_calls\x18\x04 \x03(\x0b\x32\x1e.kvasir.cachestore.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x10\n\x08is_reply\x18\x06 \x01(\x08\x12\x11\n\treasoning\x18\x07 \x01(\t\x12\x0f\n\x07is_note\x18\x08 \x01(\x08\"<\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\"\x99\x01\n\x04Turn\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x04\x12\x14\n\x0cprompt_chars\x18\x03 \x01(\x04\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\x14\n\x0cinput_digest\x18\x05 \x01(\t\x12\r\n\x05reply\x18\x06 \x01(\t\x12\x14\n\x0cmatched_stop\x18\x07 \x01(\tB\x7f\n\x18org.kvasir.cachestore.v1P\x01Z7kvasir.org/client/gen/kvasir/cachestore/v1;cachestorev1\xaa\x02\x14Kvasir.Cachestore.V1\xba\x02\x10KvasirCachestoreb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,23 +36,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DIGEST']._serialized_start=98
   _globals['_DIGEST']._serialized_end=140
   _globals['_MANIFEST']._serialized_start=143
-  _globals['_MANIFEST']._serialized_end=918
-  _globals['_COMPUTED']._serialized_start=920
-  _globals['_COMPUTED']._serialized_end=947
-  _globals['_ASLEEP']._serialized_start=949
-  _globals['_ASLEEP']._serialized_end=1019
-  _globals['_TOOLSORDER']._serialized_start=1021
-  _globals['_TOOLSORDER']._serialized_end=1067
-  _globals['_SHORTENED']._serialized_start=1069
-  _globals['_SHORTENED']._serialized_end=1183
-  _globals['_WINDOWBLOCKS']._serialized_start=1186
-  _globals['_WINDOWBLOCKS']._serialized_end=1327
-  _globals['_STATEPOINT']._serialized_start=1329
-  _globals['_STATEPOINT']._serialized_end=1403
-  _globals['_MESSAGE']._serialized_start=1406
-  _globals['_MESSAGE']._serialized_end=1588
-  _globals['_TOOLCALL']._serialized_start=1590
-  _globals['_TOOLCALL']._serialized_end=1650
-  _globals['_TURN']._serialized_start=1653
-  _globals['_TURN']._serialized_end=1806
+  _globals['_MANIFEST']._serialized_end=971
+  _globals['_PENDINGTOKEN']._serialized_start=973
+  _globals['_PENDINGTOKEN']._serialized_end=1013
+  _globals['_COMPUTED']._serialized_start=1015
+  _globals['_COMPUTED']._serialized_end=1042
+  _globals['_ASLEEP']._serialized_start=1044
+  _globals['_ASLEEP']._serialized_end=1114
+  _globals['_TOOLSORDER']._serialized_start=1116
+  _globals['_TOOLSORDER']._serialized_end=1162
+  _globals['_SHORTENED']._serialized_start=1164
+  _globals['_SHORTENED']._serialized_end=1278
+  _globals['_WINDOWBLOCKS']._serialized_start=1281
+  _globals['_WINDOWBLOCKS']._serialized_end=1422
+  _globals['_STATEPOINT']._serialized_start=1424
+  _globals['_STATEPOINT']._serialized_end=1498
+  _globals['_MESSAGE']._serialized_start=1501
+  _globals['_MESSAGE']._serialized_end=1683
+  _globals['_TOOLCALL']._serialized_start=1685
+  _globals['_TOOLCALL']._serialized_end=1745
+  _globals['_TURN']._serialized_start=1748
+  _globals['_TURN']._serialized_end=1901
 # @@protoc_insertion_point(module_scope)

@@ -16,7 +16,7 @@ class Digest(_message.Message):
     def __init__(self, hash: _Optional[str] = ..., size_bytes: _Optional[int] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("format", "kv_identity", "tokenizer_digest", "template_digest", "token_ids", "text", "token_chars", "messages", "blocks", "tail", "states", "shareable_tokens", "parent_manifest", "turn", "created_unix_ms", "windows", "shortened", "template_time_ms", "tools_order", "computed", "asleep")
+    __slots__ = ("format", "kv_identity", "tokenizer_digest", "template_digest", "token_ids", "text", "token_chars", "messages", "blocks", "tail", "states", "shareable_tokens", "parent_manifest", "turn", "created_unix_ms", "windows", "shortened", "template_time_ms", "tools_order", "computed", "asleep", "pending")
     FORMAT_FIELD_NUMBER: _ClassVar[int]
     KV_IDENTITY_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,7 @@ class Manifest(_message.Message):
     TOOLS_ORDER_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_FIELD_NUMBER: _ClassVar[int]
     ASLEEP_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
     format: int
     kv_identity: _identity_pb2.KvIdentity
     tokenizer_digest: str
@@ -59,7 +60,16 @@ class Manifest(_message.Message):
     tools_order: ToolsOrder
     computed: Computed
     asleep: Asleep
-    def __init__(self, format: _Optional[int] = ..., kv_identity: _Optional[_Union[_identity_pb2.KvIdentity, _Mapping]] = ..., tokenizer_digest: _Optional[str] = ..., template_digest: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., token_chars: _Optional[_Iterable[int]] = ..., messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[Digest, _Mapping]]] = ..., tail: _Optional[_Union[Digest, _Mapping]] = ..., states: _Optional[_Iterable[_Union[StatePoint, _Mapping]]] = ..., shareable_tokens: _Optional[int] = ..., parent_manifest: _Optional[str] = ..., turn: _Optional[_Union[Turn, _Mapping]] = ..., created_unix_ms: _Optional[int] = ..., windows: _Optional[_Iterable[_Union[WindowBlocks, _Mapping]]] = ..., shortened: _Optional[_Union[Shortened, _Mapping]] = ..., template_time_ms: _Optional[int] = ..., tools_order: _Optional[_Union[ToolsOrder, _Mapping]] = ..., computed: _Optional[_Union[Computed, _Mapping]] = ..., asleep: _Optional[_Union[Asleep, _Mapping]] = ...) -> None: ...
+    pending: PendingToken
+    def __init__(self, format: _Optional[int] = ..., kv_identity: _Optional[_Union[_identity_pb2.KvIdentity, _Mapping]] = ..., tokenizer_digest: _Optional[str] = ..., template_digest: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., token_chars: _Optional[_Iterable[int]] = ..., messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[Digest, _Mapping]]] = ..., tail: _Optional[_Union[Digest, _Mapping]] = ..., states: _Optional[_Iterable[_Union[StatePoint, _Mapping]]] = ..., shareable_tokens: _Optional[int] = ..., parent_manifest: _Optional[str] = ..., turn: _Optional[_Union[Turn, _Mapping]] = ..., created_unix_ms: _Optional[int] = ..., windows: _Optional[_Iterable[_Union[WindowBlocks, _Mapping]]] = ..., shortened: _Optional[_Union[Shortened, _Mapping]] = ..., template_time_ms: _Optional[int] = ..., tools_order: _Optional[_Union[ToolsOrder, _Mapping]] = ..., computed: _Optional[_Union[Computed, _Mapping]] = ..., asleep: _Optional[_Union[Asleep, _Mapping]] = ..., pending: _Optional[_Union[PendingToken, _Mapping]] = ...) -> None: ...
+
+class PendingToken(_message.Message):
+    __slots__ = ("id", "text")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    text: str
+    def __init__(self, id: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Computed(_message.Message):
     __slots__ = ("decoded",)

@@ -48,7 +48,7 @@ async def transcript(caller: CallerAtEngine, agent_id: str, place: Place | None)
 def _read(version: cachestore_pb2.SnapshotVersion, data: bytes) -> Transcript:
     """In any thread: an archive may bring 100,000 messages."""
     found: Any = manifest.parse(data)
-    text = "" if found.messages else manifest.without_guards(found.text)
+    text = "" if found.messages else manifest.without_guards(found.text + found.pending.text)
     return Transcript(version, said_by_all(found.messages), text)
 
 

@@ -87,7 +87,7 @@ type Manifest struct {
 	// BLAKE3-256 of tokenizer.json and of the chat template; informative, never required to match.
 	TokenizerDigest string `protobuf:"bytes,3,opt,name=tokenizer_digest,json=tokenizerDigest,proto3" json:"tokenizer_digest,omitempty"`
 	TemplateDigest  string `protobuf:"bytes,4,opt,name=template_digest,json=templateDigest,proto3" json:"template_digest,omitempty"`
-	// Tokens whose KV the blobs hold, in order.
+	// Tokens whose KV the blobs hold, in order. One more may be remembered: `pending`.
 	TokenIds []uint32 `protobuf:"varint,5,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
 	// The text that those tokens spell, special tokens included. Where it spells a special token that is none of the tokens, but
 	// letters that somebody wrote, U+FDD0 stands inside the spelling and counts to the token before it. It is nowhere else.
@@ -124,7 +124,9 @@ type Manifest struct {
 	// How the KV was computed, where that is known.
 	Computed *Computed `protobuf:"bytes,20,opt,name=computed,proto3" json:"computed,omitempty"`
 	// Present: the snapshot is asleep. It names no blob, its KV is computed from its tokens.
-	Asleep        *Asleep `protobuf:"bytes,21,opt,name=asleep,proto3" json:"asleep,omitempty"`
+	Asleep *Asleep `protobuf:"bytes,21,opt,name=asleep,proto3" json:"asleep,omitempty"`
+	// The token behind `token_ids`, which a turn drew last. It has no KV: a next turn computes it with its prompt. Absent: there is none.
+	Pending       *PendingToken `protobuf:"bytes,22,opt,name=pending,proto3" json:"pending,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -306,6 +308,67 @@ func (x *Manifest) GetAsleep() *Asleep {
 	return nil
 }
 
+func (x *Manifest) GetPending() *PendingToken {
+	if x != nil {
+		return x.Pending
+	}
+	return nil
+}
+
+// PendingToken is a token that is remembered, and that no blob holds.
+type PendingToken struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Id    uint32                 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
+	// What it completes of the memory's text, behind `Manifest.text`, with guards as there; empty inside a character.
+	Text          string `protobuf:"bytes,2,opt,name=text,proto3" json:"text,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PendingToken) Reset() {
+	*x = PendingToken{}
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PendingToken) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PendingToken) ProtoMessage() {}
+
+func (x *PendingToken) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PendingToken.ProtoReflect.Descriptor instead.
+func (*PendingToken) Descriptor() ([]byte, []int) {
+	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *PendingToken) GetId() uint32 {
+	if x != nil {
+		return x.Id
+	}
+	return 0
+}
+
+func (x *PendingToken) GetText() string {
+	if x != nil {
+		return x.Text
+	}
+	return ""
+}
+
 // Computed lists rows that were computed one by one, each behind a token that was drawn. All others were computed in cells of a prompt.
 type Computed struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -317,7 +380,7 @@ type Computed struct {
 
 func (x *Computed) Reset() {
 	*x = Computed{}
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[2]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -329,7 +392,7 @@ func (x *Computed) String() string {
 func (*Computed) ProtoMessage() {}
 
 func (x *Computed) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[2]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -342,7 +405,7 @@ func (x *Computed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Computed.ProtoReflect.Descriptor instead.
 func (*Computed) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{2}
+	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *Computed) GetDecoded() []uint64 {
@@ -365,7 +428,7 @@ type Asleep struct {
 
 func (x *Asleep) Reset() {
 	*x = Asleep{}
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[3]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -377,7 +440,7 @@ func (x *Asleep) String() string {
 func (*Asleep) ProtoMessage() {}
 
 func (x *Asleep) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[3]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -390,7 +453,7 @@ func (x *Asleep) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Asleep.ProtoReflect.Descriptor instead.
 func (*Asleep) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{3}
+	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *Asleep) GetFiles() []*Digest {
@@ -422,7 +485,7 @@ type ToolsOrder struct {
 
 func (x *ToolsOrder) Reset() {
 	*x = ToolsOrder{}
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[4]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -434,7 +497,7 @@ func (x *ToolsOrder) String() string {
 func (*ToolsOrder) ProtoMessage() {}
 
 func (x *ToolsOrder) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[4]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -447,7 +510,7 @@ func (x *ToolsOrder) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ToolsOrder.ProtoReflect.Descriptor instead.
 func (*ToolsOrder) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{4}
+	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *ToolsOrder) GetSetHash() string {
@@ -481,7 +544,7 @@ type Shortened struct {
 
 func (x *Shortened) Reset() {
 	*x = Shortened{}
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[5]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -493,7 +556,7 @@ func (x *Shortened) String() string {
 func (*Shortened) ProtoMessage() {}
 
 func (x *Shortened) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[5]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -506,7 +569,7 @@ func (x *Shortened) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Shortened.ProtoReflect.Descriptor instead.
 func (*Shortened) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{5}
+	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Shortened) GetDroppedMessages() uint64 {
@@ -558,7 +621,7 @@ type WindowBlocks struct {
 
 func (x *WindowBlocks) Reset() {
 	*x = WindowBlocks{}
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[6]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -570,7 +633,7 @@ func (x *WindowBlocks) String() string {
 func (*WindowBlocks) ProtoMessage() {}
 
 func (x *WindowBlocks) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[6]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -583,7 +646,7 @@ func (x *WindowBlocks) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WindowBlocks.ProtoReflect.Descriptor instead.
 func (*WindowBlocks) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{6}
+	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *WindowBlocks) GetWindow() uint32 {
@@ -625,7 +688,7 @@ type StatePoint struct {
 
 func (x *StatePoint) Reset() {
 	*x = StatePoint{}
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[7]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -637,7 +700,7 @@ func (x *StatePoint) String() string {
 func (*StatePoint) ProtoMessage() {}
 
 func (x *StatePoint) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[7]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -650,7 +713,7 @@ func (x *StatePoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatePoint.ProtoReflect.Descriptor instead.
 func (*StatePoint) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{7}
+	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *StatePoint) GetTokens() uint64 {
@@ -692,7 +755,7 @@ type Message struct {
 
 func (x *Message) Reset() {
 	*x = Message{}
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[8]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -704,7 +767,7 @@ func (x *Message) String() string {
 func (*Message) ProtoMessage() {}
 
 func (x *Message) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[8]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -717,7 +780,7 @@ func (x *Message) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Message.ProtoReflect.Descriptor instead.
 func (*Message) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{8}
+	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Message) GetRole() string {
@@ -788,7 +851,7 @@ type ToolCall struct {
 
 func (x *ToolCall) Reset() {
 	*x = ToolCall{}
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[9]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -800,7 +863,7 @@ func (x *ToolCall) String() string {
 func (*ToolCall) ProtoMessage() {}
 
 func (x *ToolCall) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[9]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -813,7 +876,7 @@ func (x *ToolCall) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ToolCall.ProtoReflect.Descriptor instead.
 func (*ToolCall) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{9}
+	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *ToolCall) GetId() string {
@@ -860,7 +923,7 @@ type Turn struct {
 
 func (x *Turn) Reset() {
 	*x = Turn{}
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[10]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -872,7 +935,7 @@ func (x *Turn) String() string {
 func (*Turn) ProtoMessage() {}
 
 func (x *Turn) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[10]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -885,7 +948,7 @@ func (x *Turn) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Turn.ProtoReflect.Descriptor instead.
 func (*Turn) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{10}
+	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Turn) GetRequestId() string {
@@ -945,7 +1008,7 @@ const file_kvasir_cachestore_v1_manifest_proto_rawDesc = "" +
 	"\x06Digest\x12\x12\n" +
 	"\x04hash\x18\x01 \x01(\tR\x04hash\x12\x1d\n" +
 	"\n" +
-	"size_bytes\x18\x02 \x01(\x03R\tsizeBytes\"\xf0\a\n" +
+	"size_bytes\x18\x02 \x01(\x03R\tsizeBytes\"\xae\b\n" +
 	"\bManifest\x12\x16\n" +
 	"\x06format\x18\x01 \x01(\rR\x06format\x12A\n" +
 	"\vkv_identity\x18\x02 \x01(\v2 .kvasir.cachestore.v1.KvIdentityR\n" +
@@ -971,7 +1034,11 @@ const file_kvasir_cachestore_v1_manifest_proto_rawDesc = "" +
 	"\vtools_order\x18\x13 \x01(\v2 .kvasir.cachestore.v1.ToolsOrderR\n" +
 	"toolsOrder\x12:\n" +
 	"\bcomputed\x18\x14 \x01(\v2\x1e.kvasir.cachestore.v1.ComputedR\bcomputed\x124\n" +
-	"\x06asleep\x18\x15 \x01(\v2\x1c.kvasir.cachestore.v1.AsleepR\x06asleep\"$\n" +
+	"\x06asleep\x18\x15 \x01(\v2\x1c.kvasir.cachestore.v1.AsleepR\x06asleep\x12<\n" +
+	"\apending\x18\x16 \x01(\v2\".kvasir.cachestore.v1.PendingTokenR\apending\"2\n" +
+	"\fPendingToken\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\rR\x02id\x12\x12\n" +
+	"\x04text\x18\x02 \x01(\tR\x04text\"$\n" +
 	"\bComputed\x12\x18\n" +
 	"\adecoded\x18\x01 \x03(\x04R\adecoded\"U\n" +
 	"\x06Asleep\x122\n" +
@@ -1035,43 +1102,45 @@ func file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP() []byte {
 	return file_kvasir_cachestore_v1_manifest_proto_rawDescData
 }
 
-var file_kvasir_cachestore_v1_manifest_proto_msgTypes = make([]protoimpl.MessageInfo, 11)
+var file_kvasir_cachestore_v1_manifest_proto_msgTypes = make([]protoimpl.MessageInfo, 12)
 var file_kvasir_cachestore_v1_manifest_proto_goTypes = []any{
 	(*Digest)(nil),       // 0: kvasir.cachestore.v1.Digest
 	(*Manifest)(nil),     // 1: kvasir.cachestore.v1.Manifest
-	(*Computed)(nil),     // 2: kvasir.cachestore.v1.Computed
-	(*Asleep)(nil),       // 3: kvasir.cachestore.v1.Asleep
-	(*ToolsOrder)(nil),   // 4: kvasir.cachestore.v1.ToolsOrder
-	(*Shortened)(nil),    // 5: kvasir.cachestore.v1.Shortened
-	(*WindowBlocks)(nil), // 6: kvasir.cachestore.v1.WindowBlocks
-	(*StatePoint)(nil),   // 7: kvasir.cachestore.v1.StatePoint
-	(*Message)(nil),      // 8: kvasir.cachestore.v1.Message
-	(*ToolCall)(nil),     // 9: kvasir.cachestore.v1.ToolCall
-	(*Turn)(nil),         // 10: kvasir.cachestore.v1.Turn
-	(*KvIdentity)(nil),   // 11: kvasir.cachestore.v1.KvIdentity
+	(*PendingToken)(nil), // 2: kvasir.cachestore.v1.PendingToken
+	(*Computed)(nil),     // 3: kvasir.cachestore.v1.Computed
+	(*Asleep)(nil),       // 4: kvasir.cachestore.v1.Asleep
+	(*ToolsOrder)(nil),   // 5: kvasir.cachestore.v1.ToolsOrder
+	(*Shortened)(nil),    // 6: kvasir.cachestore.v1.Shortened
+	(*WindowBlocks)(nil), // 7: kvasir.cachestore.v1.WindowBlocks
+	(*StatePoint)(nil),   // 8: kvasir.cachestore.v1.StatePoint
+	(*Message)(nil),      // 9: kvasir.cachestore.v1.Message
+	(*ToolCall)(nil),     // 10: kvasir.cachestore.v1.ToolCall
+	(*Turn)(nil),         // 11: kvasir.cachestore.v1.Turn
+	(*KvIdentity)(nil),   // 12: kvasir.cachestore.v1.KvIdentity
 }
 var file_kvasir_cachestore_v1_manifest_proto_depIdxs = []int32{
-	11, // 0: kvasir.cachestore.v1.Manifest.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
-	8,  // 1: kvasir.cachestore.v1.Manifest.messages:type_name -> kvasir.cachestore.v1.Message
+	12, // 0: kvasir.cachestore.v1.Manifest.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
+	9,  // 1: kvasir.cachestore.v1.Manifest.messages:type_name -> kvasir.cachestore.v1.Message
 	0,  // 2: kvasir.cachestore.v1.Manifest.blocks:type_name -> kvasir.cachestore.v1.Digest
 	0,  // 3: kvasir.cachestore.v1.Manifest.tail:type_name -> kvasir.cachestore.v1.Digest
-	7,  // 4: kvasir.cachestore.v1.Manifest.states:type_name -> kvasir.cachestore.v1.StatePoint
-	10, // 5: kvasir.cachestore.v1.Manifest.turn:type_name -> kvasir.cachestore.v1.Turn
-	6,  // 6: kvasir.cachestore.v1.Manifest.windows:type_name -> kvasir.cachestore.v1.WindowBlocks
-	5,  // 7: kvasir.cachestore.v1.Manifest.shortened:type_name -> kvasir.cachestore.v1.Shortened
-	4,  // 8: kvasir.cachestore.v1.Manifest.tools_order:type_name -> kvasir.cachestore.v1.ToolsOrder
-	2,  // 9: kvasir.cachestore.v1.Manifest.computed:type_name -> kvasir.cachestore.v1.Computed
-	3,  // 10: kvasir.cachestore.v1.Manifest.asleep:type_name -> kvasir.cachestore.v1.Asleep
-	0,  // 11: kvasir.cachestore.v1.Asleep.files:type_name -> kvasir.cachestore.v1.Digest
-	0,  // 12: kvasir.cachestore.v1.WindowBlocks.blocks:type_name -> kvasir.cachestore.v1.Digest
-	0,  // 13: kvasir.cachestore.v1.WindowBlocks.tail:type_name -> kvasir.cachestore.v1.Digest
-	0,  // 14: kvasir.cachestore.v1.StatePoint.digest:type_name -> kvasir.cachestore.v1.Digest
-	9,  // 15: kvasir.cachestore.v1.Message.tool_calls:type_name -> kvasir.cachestore.v1.ToolCall
-	16, // [16:16] is the sub-list for method output_type
-	16, // [16:16] is the sub-list for method input_type
-	16, // [16:16] is the sub-list for extension type_name
-	16, // [16:16] is the sub-list for extension extendee
-	0,  // [0:16] is the sub-list for field type_name
+	8,  // 4: kvasir.cachestore.v1.Manifest.states:type_name -> kvasir.cachestore.v1.StatePoint
+	11, // 5: kvasir.cachestore.v1.Manifest.turn:type_name -> kvasir.cachestore.v1.Turn
+	7,  // 6: kvasir.cachestore.v1.Manifest.windows:type_name -> kvasir.cachestore.v1.WindowBlocks
+	6,  // 7: kvasir.cachestore.v1.Manifest.shortened:type_name -> kvasir.cachestore.v1.Shortened
+	5,  // 8: kvasir.cachestore.v1.Manifest.tools_order:type_name -> kvasir.cachestore.v1.ToolsOrder
+	3,  // 9: kvasir.cachestore.v1.Manifest.computed:type_name -> kvasir.cachestore.v1.Computed
+	4,  // 10: kvasir.cachestore.v1.Manifest.asleep:type_name -> kvasir.cachestore.v1.Asleep
+	2,  // 11: kvasir.cachestore.v1.Manifest.pending:type_name -> kvasir.cachestore.v1.PendingToken
+	0,  // 12: kvasir.cachestore.v1.Asleep.files:type_name -> kvasir.cachestore.v1.Digest
+	0,  // 13: kvasir.cachestore.v1.WindowBlocks.blocks:type_name -> kvasir.cachestore.v1.Digest
+	0,  // 14: kvasir.cachestore.v1.WindowBlocks.tail:type_name -> kvasir.cachestore.v1.Digest
+	0,  // 15: kvasir.cachestore.v1.StatePoint.digest:type_name -> kvasir.cachestore.v1.Digest
+	10, // 16: kvasir.cachestore.v1.Message.tool_calls:type_name -> kvasir.cachestore.v1.ToolCall
+	17, // [17:17] is the sub-list for method output_type
+	17, // [17:17] is the sub-list for method input_type
+	17, // [17:17] is the sub-list for extension type_name
+	17, // [17:17] is the sub-list for extension extendee
+	0,  // [0:17] is the sub-list for field type_name
 }
 
 func init() { file_kvasir_cachestore_v1_manifest_proto_init() }
@@ -1086,7 +1155,7 @@ func file_kvasir_cachestore_v1_manifest_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvasir_cachestore_v1_manifest_proto_rawDesc), len(file_kvasir_cachestore_v1_manifest_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   11,
+			NumMessages:   12,
 			NumExtensions: 0,
 			NumServices:   0,
 		},
