@@ -39,7 +39,7 @@ class Reuse:
 
 def reuse_of_memory(sequence: Sequence, memory: ResidentMemory | None) -> Reuse:
     """What the plan reuses of the key's hot memory. Raises FailedPrecondition (HOT_MEMORY_GONE) if it is another."""
-    keep = memory.kv.start_before(sequence.reusable_tokens) if memory is not None else 0
+    keep = memory.kv.start_before(min(sequence.reusable_tokens, memory.kv.length)) if memory is not None else 0
     if memory is None or not _begins_with(memory.state.token_ids, sequence.plan.token_ids, keep):
         raise HotMemoryGone
     whole = memory if keep == memory.kv.length else None
@@ -93,8 +93,8 @@ def begin(sequence: Sequence, reuse: Reuse, forked: SequenceKV, model: ModelInfo
 
 
 def memory_left(sequence: Sequence, runner: ModelRunner, kv_identity_hash: str) -> ResidentMemory:
-    """The memory that the turn leaves. Computes the last token, sampled but never fed, if it is remembered."""
-    kv, length = sequence.kv, sequence.remembered
+    """The memory that the turn leaves. Where it needs the last token's KV (`computes_last`), that is computed here."""
+    kv, length = sequence.kv, sequence.left_tokens
     assert kv is not None
     sequence.decoded_to = min(kv.length, length)
     if missing := sequence.token_ids[kv.length : length]:
@@ -123,6 +123,7 @@ def prefix_left(sequence: Sequence, hot: ResidentMemory | None) -> BegunPrefix |
     tokens = 0 if kv.states or not sequence.leaves_prefix else kv.start_before(cells.shareable)
     own = min(cells.computed, cells.prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     is_behind = hot is not None and sequence.extended is hot and own > hot.kv.length
+    is_behind = is_behind and plan.replay is None  # half of a replayed memory goes
     # With windows, the agent's next memory could not go back to where this one ends.
     if is_behind and sequence.leaves_prefix and not kv.has_rewind_points:
         memory, tokens = hot, own

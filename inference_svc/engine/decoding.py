@@ -168,7 +168,7 @@ def _next_place(sequence: Sequence, pending: _Launched | None) -> int | None:
     if not is_coming:
         return None
     is_last = known + 1 - sequence.cells.prompt_tokens >= sequence.plan.sampling.max_tokens
-    return None if is_last and not sequence.plan.leaves_memory else place
+    return place if not is_last or (sequence.plan.leaves_memory and sequence.computes_last) else None
 
 
 def _inputs(

@@ -328,6 +328,7 @@ class EngineWorker:
                 with self._guarding(grant.turn):
                     grant.turn.arrival.advance(grant.size, self._report_decoded)
             self._do_idle_work()
+            self._finish_generated()
             self._emit_all()
             grants += 1
             take_mail()
@@ -336,12 +337,12 @@ class EngineWorker:
     # --- ending ---
 
     def _finish_generated(self) -> bool:
-        """Finish turns that have sampled their last token and need not compute its KV: turns without an agent, and
-        turns that do not remember that token. Returns whether any finished. At a step's end, so that a listener's
-        request for the turn's snapshot is served before the next step admits a turn that may need the room.
+        """Finish turns that have drawn their last token and have all KV that they leave. Returns whether any finished.
+        At a step's end, so that a listener's request for the turn's snapshot is served before the next step admits a
+        turn that may need the room.
         """
         generated = [each for each in self._turns if each.kv is not None and each.finish_reason is not None]
-        ending = [each for each in generated if not each.plan.leaves_memory or each.remembered <= each.cells.computed]
+        ending = [each for each in generated if not each.plan.leaves_memory or each.left_tokens <= each.cells.computed]
         for sequence in ending:
             self._finish(sequence)
         return bool(ending)

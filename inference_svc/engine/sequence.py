@@ -317,6 +317,21 @@ class Sequence:
             return len(self.token_ids)
         return self.cells.prompt_tokens + len(self._reply.remembered)
 
+    @property
+    def computes_last(self) -> bool:
+        """Whether a memory needs the KV of its last token, too: windows and states could not go back to before it where
+        a step ahead has computed it, and a pass that fills masks computes all tokens that it commits.
+        """
+        return self._model.has_rewind_points or self._model.mask_window is not None
+
+    @property
+    def left_tokens(self) -> int:
+        """The tokens whose KV the turn leaves: not that of a reply's last one, even where a step ahead has computed it.
+        The agent's next turn computes it with its prompt.
+        """
+        ends_with_reply = self.remembered > self.cells.prompt_tokens
+        return self.remembered - (ends_with_reply and not self.computes_last)
+
     def finish(self, error: KvasirError | None = None) -> None:
         """The turn is over: `remembered` tokens are remembered, or none after an error."""
         self._stage = Status.FINISHED
@@ -330,7 +345,8 @@ class Sequence:
         token_chars += TokenChars((0,) * (len(token_ids) - len(token_chars)))  # inside a character
         # States that were computed on shared rows would have to be shared too, so such a memory serves its own agent.
         shareable = 0 if self._model.has_states else self.cells.shareable
-        return SequenceState(token_ids, token_chars, shareable, self.rewind_points, self.decoded_to)
+        pending = len(token_ids) - self.left_tokens
+        return SequenceState(token_ids, token_chars, shareable, self.rewind_points, self.decoded_to, pending)
 
     def take_events(self) -> list[api.Event]:
         events, self._events = self._events, []

@@ -168,7 +168,8 @@ def test_a_memory_of_each_kind_of_layer_is_restored_whole(
         prompt = (*memory.tokens, 5, 6)
         warm = lab.start(prompt, 4, lab.agents.restored(memory)).end()
         hot = lab.agents.resume(lab.agents.fork(memory), (5, 6), 4).end()
-        assert (warm.cached_tokens, hot.cached_tokens) == (600, 600)
+        cached = 600 if engine.model.has_rewind_points else 599  # the last token's KV comes with the next prompt
+        assert (warm.cached_tokens, hot.cached_tokens) == (cached, cached)
         assert warm.state.token_ids == hot.state.token_ids
         files = lab.agents.restored(memory)
         assert [window.first_block for window in files.windows] == ([1] if config is GEMMA3 else [])

@@ -13,6 +13,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from tests.campaigns.hammer.agents import Ask, Cut, Script
 from tests.campaigns.hammer.arena import Arena
 from tests.campaigns.hammer.records import TurnRecord
+from tests.made_models.remembered import token_ids
 from tools.kvasir_tiny.words import Dice
 
 _ATTEMPTS = 60
@@ -132,7 +133,7 @@ class Actor:
         _, data = await self._arena.store.get_snapshot(self._script.name, version=self._version + 1)
         stored = manifests.parse(data)
         prompt_tokens = stored.turn.prompt_tokens
-        record.kept = list(stored.token_ids[prompt_tokens:])
+        record.kept = token_ids(stored)[prompt_tokens:]
         was_cut = stored.turn.finish_reason == "cancelled"
         if was_cut and not (ask.cut and ask.cut.keep_partial):
             self._arena.problem("version", record, "a cut turn was kept, which nobody asked for")

@@ -66,7 +66,8 @@ class AloneEngine:
         kept, tokens = self._matched(self._transcripts.get(record.agent, NO_TEXT), text)
         if record.source == "SHARED":
             tokens = self._prompting.tokenize(text)
-        expected = min(kept, len(tokens.ids) - 1)
+        hot = self._engine.memories.get(_key(record.agent)) if record.agent else None
+        expected = min(kept, len(tokens.ids) - 1, kept if hot is None else len(hot.state.computed.token_ids))
         ended, told = self._run(
             TurnPlan(
                 token_ids=tokens.ids,

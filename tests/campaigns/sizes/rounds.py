@@ -15,7 +15,6 @@ from typing import Any
 
 from kvasir.clients import AioInferenceClient, StoreClient
 from kvasir.errors import KvasirError, NotFound
-from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.campaigns.sizes.played_house import BYTES_PER_TOKEN, PlayedHouse
@@ -232,10 +231,10 @@ def _check_kept(house: PlayedHouse, agents: Sequence[PlayedAgent], findings: Siz
 def _stored(store: StoreClient, agent: PlayedAgent) -> tuple[int, int]:
     """The newest version in the store, and its tokens."""
     try:
-        snapshot, data = store.get_snapshot(agent.name)
+        snapshot, _ = store.get_snapshot(agent.name)
     except NotFound:
         return 0, 0
-    return snapshot.version, len(manifests.parse(data).token_ids)
+    return snapshot.version, snapshot.token_count
 
 
 def _compare(directory: Path, played: Round, agents: Sequence[PlayedAgent], findings: SizeFindings) -> None:

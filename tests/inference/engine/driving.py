@@ -159,8 +159,9 @@ class Driver:
         """What a store would give back of the key's memory."""
         hot = self.engine.memories.get(key)
         assert hot is not None
-        tokens = hot.state.token_ids
-        return Restored(self.files(key), tokens, len(tokens) if keep is None else keep, hot.state.shareable_tokens)
+        tokens = hot.state.computed.token_ids
+        keep = len(tokens) if keep is None else min(keep, len(tokens))  # the last token may have no KV yet
+        return Restored(self.files(key), tokens, keep, hot.state.shareable_tokens)
 
     def fork(self, key: AgentKey) -> AgentKey:
         target = self.key()

@@ -98,13 +98,13 @@ def test_the_next_turn_reports_what_it_reused(stub: Any, tokenizer: Tokenizer) -
     assert reply.cached_tokens == 0
     second = [*first, *reply.output_ids, *ids_of(tokenizer, " And the next ship?")]
     again = completed(stub, asked(second))
-    # All that was computed: the last sampled token is part of it.
-    assert again.cached_tokens == len(first) + len(reply.output_ids)
+    # All that was computed: the last token drawn was not.
+    assert again.cached_tokens == len(first) + len(reply.output_ids) - 1
     # Another conversation that begins alike shares what both computed as a prompt, and changes nothing of this one.
     other = completed(stub, asked([*first[:-40], *ids_of(tokenizer, "quite another end")]))
     assert 256 <= other.cached_tokens < len(first)
     third = [*second, *again.output_ids, *ids_of(tokenizer, " And then?")]
-    assert completed(stub, asked(third)).cached_tokens == len(second) + len(again.output_ids)
+    assert completed(stub, asked(third)).cached_tokens == len(second) + len(again.output_ids) - 1
 
 
 @pytest.mark.long(2)
@@ -121,7 +121,7 @@ def test_a_conversation_goes_on_after_kill_9_as_if_nothing_had_been(neighbour: H
         same = completed(stub, asked(second))
         assert (same.cached_tokens, list(same.output_ids)) == (len(second) - 1, list(again.output_ids))
         third = [*second, *same.output_ids, *ids_of(tokenizer, " And then?")]
-        assert completed(stub, asked(third)).cached_tokens == len(second) + len(same.output_ids)
+        assert completed(stub, asked(third)).cached_tokens == len(second) + len(same.output_ids) - 1
 
 
 @pytest.mark.long(3)

@@ -286,10 +286,11 @@ class LabAgents:
         if snapshot is None:
             raise RuntimeError("the engine dropped a memory of the measurement: its memory budget is too small")
         files = (*snapshot.blocks, *([snapshot.tail] if snapshot.tail else []))
-        here = len(memory.tokens)
+        tokens = snapshot.state.token_ids
+        here = len(tokens)
         state = next((data for identity, data in snapshot.states if identity.tokens == here), None)
         windows = tuple(_seen(window, here) for window in snapshot.windows)
-        return api.Restored(tuple(data for _, data in files), memory.tokens, here, state=state, windows=windows)
+        return api.Restored(tuple(data for _, data in files), tokens, here, state=state, windows=windows)
 
 
 class Lab:

@@ -103,7 +103,7 @@ def test_a_restored_sequence_of_every_layout_goes_on_as_if_it_had_never_left(
     """From its end and, where its layers allow it, from elsewhere: 32 greedy tokens, through real tensor files."""
     driver = family(name)
     key, ended = generated(driver, length)
-    whole = len(ended.state.token_ids)
+    whole = len(ended.state.computed.token_ids)
     taken = snapshot(driver, key)
     points = ended.state.rewind_points if driver.engine.model.has_states else (whole - 20, whole)
     for keep in points:

@@ -5,7 +5,8 @@ import pytest
 from inference_svc.engine.api import AgentKey, Restored
 from tests.inference.engine.driving import Driver
 
-LENGTH = 1_700  # seven files; beside a stream one is loaded a step, because the engines here have no budget
+# Tokens that have KV: seven files; beside a stream one is loaded a step, because the engines here have no budget.
+LENGTH = 1_700
 
 
 @pytest.fixture(scope="module")
@@ -17,6 +18,6 @@ def memories() -> dict[int, tuple[AgentKey, Restored]]:
 @pytest.fixture
 def memory(driver: Driver, memories: dict[int, tuple[AgentKey, Restored]]) -> tuple[AgentKey, Restored]:
     if id(driver) not in memories:
-        key, _ = driver.remember(LENGTH, seed=8)
+        key, _ = driver.remember(LENGTH + 1, seed=8)
         memories[id(driver)] = key, driver.restored(key)
     return memories[id(driver)]

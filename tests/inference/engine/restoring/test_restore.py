@@ -27,10 +27,10 @@ def goes_on_equally(
     """Continue the memory cut to `keep`, then with `suffix`: once from hot memory, once from tensor files."""
     hot = driver.engine.memories.get(key)
     assert hot is not None
-    prompt = (*hot.state.token_ids[:keep], *suffix)
+    prompt, computed = (*hot.state.token_ids[:keep], *suffix), len(hot.state.computed.token_ids)
     restored = driver.turn(prompt, driver.restored(key, keep), driver.key(), max_tokens=generated)
     stayed = driver.turn(prompt, Hot(keep), key, max_tokens=generated)
-    assert restored.cached_tokens == stayed.cached_tokens == min(keep, len(prompt) - 1)
+    assert restored.cached_tokens == stayed.cached_tokens == min(keep, computed, len(prompt) - 1)
     assert restored.state.token_ids == stayed.state.token_ids
     assert restored.state.shareable_tokens == stayed.state.shareable_tokens
 

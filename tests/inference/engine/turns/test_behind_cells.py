@@ -10,6 +10,7 @@ from kvasir.errors import Cancelled
 
 from inference_svc.engine import mlx_thread
 from inference_svc.engine.api import Ended, Event, Hot, Prefilled, Started, Tokens
+from inference_svc.engine.sequence import Sequence
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.kv.host_copies import landings
 from inference_svc.kv.pages.pool import KvPool
@@ -156,8 +157,11 @@ def test_a_cell_ends_between_two_layers_at_a_cancel_unless_a_stream_waits_for_it
     assert (looks, other.count(Prefilled)) == (([256, 256], 1) if has_stream else ([256, 256], 0))
 
 
-def test_a_snapshot_that_waits_for_a_turn_is_read_after_the_next_step_is_enqueued(emulated: Driver) -> None:
-    """Of two turns, of which one speaks a token more, one ends behind a cell."""
+def test_a_snapshot_that_waits_for_a_turn_is_read_after_the_next_step_is_enqueued(
+    emulated: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two turns, of which one speaks a token more, one ends behind a cell, as where windows need its last KV."""
+    monkeypatch.setattr(Sequence, "computes_last", True)
 
     def computed_meanwhile(max_tokens: int) -> int:
         """Rows that are enqueued between such a turn's end and the reading of its memory."""
@@ -185,7 +189,7 @@ def test_a_snapshot_that_waits_for_a_turn_is_read_after_the_next_step_is_enqueue
 def test_who_waits_for_a_turn_that_ends_at_a_steps_beginning_begins_at_once(
     emulated: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its last token's KV was enqueued behind the only cell of another turn, and nothing else is to be done."""
+    """Its last token was drawn behind the only cell of another turn, and nothing else is to be done."""
     one_cell = tokens_of(50, 3)
     for prompt, settings in ((SHORT, FORMAT), (one_cell, {"max_tokens": 0})):
         emulated.turn(prompt, **{"max_tokens": 3} | settings)  # kernels are compiled

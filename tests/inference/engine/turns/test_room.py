@@ -134,7 +134,7 @@ def test_a_part_that_a_cancel_keeps_is_copied_before_its_room_is_given_to_anothe
     assert (ended.finish_reason, waiting.end().completion_tokens) == (FinishReason.CANCELLED, 2)
     copy = copies[0].result(60)
     assert copy is not None
-    assert copy.state == ended.state
+    assert copy.state == ended.state.computed
 
 
 class Way:
@@ -163,7 +163,7 @@ def test_a_pinned_memory_is_what_it_was_whatever_its_agent_does_next(driver: Dri
     rest = pinned.piece(1, 9, {}).result(60)
     assert rest is not None
     assert rest.tail is not None
-    assert (rest.state, [data for _, data in (*rest.blocks, rest.tail)]) == (state, files[1:])
+    assert (rest.state, [data for _, data in (*rest.blocks, rest.tail)]) == (state.computed, files[1:])
     driver.engine.memories.drop(key).result(60)
     again = pinned.piece(0, 9, {}).result(60)
     assert again is not None

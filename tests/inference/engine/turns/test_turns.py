@@ -271,8 +271,8 @@ def test_a_turn_that_only_reads_a_memory_begins_with_all_of_it_and_leaves_it_as_
     listener.at(Tokens, 1, lambda: seen.append(driver.engine.memories.snapshot(key, 0, blocks_only=True)))
     driver.submit(prompt, Hot(len(state.token_ids)), key, listener, is_remembered=False)
     ended = listener.end()
-    assert ended.cached_tokens == len(state.token_ids)
-    assert seen[0].result(60).state == state  # type: ignore[attr-defined]
+    assert ended.cached_tokens == len(state.token_ids) - 1
+    assert seen[0].result(60).state == state.computed  # type: ignore[attr-defined]
     hot = driver.engine.memories.get(key)
     assert hot is not None
     assert hot.state == state
@@ -311,7 +311,7 @@ def test_a_hot_turn_looks_at_its_new_tokens_and_at_none_that_it_remembers(
     listener = Listener()
     driver.engine.submit(plan, listener)
     ended = listener.end()
-    assert ended.cached_tokens == 1_010
+    assert ended.cached_tokens == 1_009
     assert (looked_at, hashed) == ([8], [256])  # for the penalty; the block that became full
 
 

@@ -12,6 +12,7 @@ from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.made_models.messages import by_user
+from tests.made_models.remembered import token_ids
 from tests.running.system_fixtures import House, running_house
 
 CONTEXT = 320
@@ -99,7 +100,7 @@ def test_several_times_its_context_is_never_refused_and_the_next_turn_is_hot(
     # The newest are known, and what is computed is what a turn without a memory computes.
     kept = remembered(house, agent)
     line = client.get_agent(agent).lines[0]
-    assert (line.token_count, line.context_tokens) == (len(kept.token_ids), CONTEXT)
+    assert (line.token_count, line.context_tokens) == (len(token_ids(kept)), CONTEXT)
     assert kept.messages[0].content == SYSTEM["content"]
     for told, question in facts[-3:]:
         answer = say(client, agent, question, memory_mode=pb.MEMORY_MODE_READ_ONLY)
@@ -149,7 +150,7 @@ def test_the_longer_version_stays_in_history_and_a_killed_house_brings_the_short
         assert short.turn.reply == long.turn.reply == reply.text
         assert short.shortened.is_after_turn
         # The reply is computed again with the tokens that it had.
-        assert short.token_ids[short.turn.prompt_tokens :] == long.token_ids[long.turn.prompt_tokens :]
+        assert token_ids(short)[short.turn.prompt_tokens :] == token_ids(long)[long.turn.prompt_tokens :]
         house.restart()
         back = say(client, "ada", FACTS[number][1], expected_version=version)
         assert (back.started.source, back.started.parent_version) == (pb.CACHE_SOURCE_WARM, version + 1)

@@ -46,7 +46,7 @@ def test_a_memory_goes_on_by_ids_and_by_text(client: InferenceClient, new_agent:
     second = client.reply(prompt=longer, agent_id=agent, sampling=SAMPLING)
     # A half character at a reply's end is not remembered.
     assert len(ids) < first.finished.memory_tokens <= len(ids) + len(first.token_ids)
-    assert second.started.cached_tokens == first.finished.memory_tokens
+    assert second.started.cached_tokens == first.finished.memory_tokens - 1  # its last token has no KV yet
     assert second.started.source == pb.CACHE_SOURCE_HOT
     assert second.started.continuation == pb.CONTINUATION_EXTENDED
     third = client.reply(prompt=f"{TEXT}{first.text}", agent_id=agent, sampling=SAMPLING)
@@ -73,7 +73,7 @@ def test_a_memory_of_ids_goes_on_after_kill_9_as_if_nothing_had_been(own_house: 
         assert twin.token_ids == first.token_ids
     own_house.restart()
     with own_house.client() as client:
-        assert client.warm(agent_id="ada", prompt=longer).cached_tokens == first.finished.memory_tokens
+        assert client.warm(agent_id="ada", prompt=longer).cached_tokens == first.finished.memory_tokens - 1
         after = client.reply(prompt=longer, agent_id="ada", sampling=SAMPLING)
         assert after.token_ids == expected.token_ids
 

@@ -86,7 +86,7 @@ def test_an_agent_remembers_what_it_said_in_form_and_goes_on(
     first = tiny_client.reply(agent_id=agent, messages=SAID, json_schema=PLACE, sampling={"max_tokens": 120})
     second = tiny_client.reply(agent_id=agent, append_messages=SAID, sampling={"max_tokens": 8})
     said = first.started.prompt_tokens + first.finished.usage.completion_tokens
-    assert second.started.cached_tokens == said
+    assert second.started.cached_tokens == said - 1  # the last token drawn is computed with the prompt behind it
     assert second.started.match == pb.PREFIX_MATCH_EXTEND
 
 
